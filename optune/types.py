@@ -1,0 +1,58 @@
+"""The value that travels from the data layer through the training step to the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+"""The label of a position that is not trained."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The rows of one forward and backward pass, padded on the right.
+
+    Shapes: B rows (or packs), T positions.
+    - `tokens_BT` int64: what the model reads.
+    - `labels_BT` int64: the token that position t must predict, that is `tokens_BT[:, t + 1]`, or `IGNORE`. Labels are
+      shifted here, once; nothing downstream shifts again.
+    - `positions_BT` int64: the position inside the row; restarts at 0 in each row of a pack.
+    - `documents_BT` int64 or None: the number of the row inside a pack; None when a sequence is a single row. Positions
+      with different numbers never see each other.
+    - `weights_BT` float32 or None: the weight of each target; None means 1.
+    - `num_tokens`: positions that are not padding.
+    - `rows`: `file:line` of each row, for messages.
+    """
+
+    tokens_BT: Tensor
+    labels_BT: Tensor
+    positions_BT: Tensor
+    documents_BT: Tensor | None = None
+    weights_BT: Tensor | None = None
+    num_tokens: int = 0
+    rows: tuple[str, ...] = ()
+
+    def count_targets(self) -> float:
+        """The number of targets: labels that count, each by its weight."""
+        counted_BT = self.labels_BT != IGNORE
+        if self.weights_BT is None:
+            return float(counted_BT.sum())
+        return float(self.weights_BT.to(torch.float64)[counted_BT].sum())
+
+    def to(self, device: torch.device | str) -> Microbatch:
+        """The same microbatch with its tensors on `device`."""
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            tokens_BT=self.tokens_BT.to(device, non_blocking=True),
+            labels_BT=self.labels_BT.to(device, non_blocking=True),
+            positions_BT=self.positions_BT.to(device, non_blocking=True),
+            documents_BT=move(self.documents_BT),
+            weights_BT=move(self.weights_BT),
+        )
