@@ -20,8 +20,9 @@ WORDS = ("\n", "system", "user", "assistant", "tool", "ok", "boom", "yes", "no",
 VOCABULARY = (*SPECIAL_TOKENS, *WORDS)
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<turn>' + message['role'] + '\n' + message['content'] + '<end>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<turn>assistant\n' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<turn>' + message['role'] + '\n' + message['content'] + '<end>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<turn>assistant\n' }}{% endif %}"
 )
 
 
@@ -142,7 +143,10 @@ def numbered_rows(count: int) -> list[dict[str, Any]]:
     """`count` chats with distinct words and answers of 1 to 4 words."""
     words = [f"w{i}" for i in range(65)]
     return [
-        chat(f"{words[index % 65]} {words[(index * 7 + 3) % 65]}", " ".join(words[(index * 11 + k) % 65] for k in range(1 + index % 4)))
+        chat(
+            f"{words[index % 65]} {words[(index * 7 + 3) % 65]}",
+            " ".join(words[(index * 11 + k) % 65] for k in range(1 + index % 4)),
+        )
         for index in range(count)
     ]
 
