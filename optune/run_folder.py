@@ -1,0 +1,295 @@
+"""The folder of one run: who may use it, what it is called, what is said in it, and the result in `model/`.
+
+    runs/my-run/
+      config.yaml   metrics.jsonl   log.txt   checkpoints/step-000120/   model/
+
+One process holds the folder at a time: `.lock` carries an advisory lock, which ends with the process however it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, cast
+
+from tqdm import tqdm
+
+from optune import files
+from optune.errors import ConfigError, OptuneError
+
+_LOCK = ".lock"
+_OWN_NAMES = ("config.yaml", "metrics.jsonl", "log.txt", "checkpoints", "model")
+_OTHER_FOLDER = "choose another output_dir"
+
+
+class RunFolder:
+    """An open run folder; a context manager that lets go of it. Made by `open_run`.
+
+    While it is open, all that is written to `sys.stderr` also goes, with the time, to `log.txt`. An exception that
+    leaves the context is written there too: its cause alone when it is an `OptuneError`, else with its traceback.
+    """
+
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self._lock = lock
+        self._terminal = sys.stderr
+        self._tee = _Tee(sys.stderr, (path / "log.txt").open("ab", buffering=0))
+        sys.stderr = cast(Any, self._tee)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def publish_model(self, checkpoint: Path) -> Path:
+        """Make `model/` from the model files of `checkpoint`: all but its `optune/`.
+
+        Weights are hard links where the disk allows it; small files, which people edit, are copies. The old `model/`
+        stays until the new one is complete, and is replaced in one go.
+        """
+        aside = self.path / f"{files.ASIDE}model"
+        try:
+            files.remove_tree(aside)
+            aside.mkdir()
+            for source in files.walk(checkpoint):
+                name = source.relative_to(checkpoint)
+                if name.parts[0] == "optune":
+                    continue
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
+                if source.suffix == ".safetensors":
+                    files.link_or_copy(source, aside / name)
+                else:
+                    shutil.copyfile(source, aside / name)
+            files.sync_tree(aside)
+            files.replace_folder(aside, self.model)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise OptuneError(
+                f"the result could not be put together: {_cause(error)}",
+                where=str(self.model),
+                hint=f"the same weights are in {checkpoint}",
+            ) from error
+        return self.model
+
+    def close(self) -> None:
+        """Give `sys.stderr` back and let go of the folder. Closing twice does nothing."""
+        if self._lock.closed:
+            return
+        if sys.stderr is self._tee:
+            sys.stderr = self._terminal
+        self._tee.close()
+        self._lock.close()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OptuneError):
+            self._tee.log_only(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""))
+        elif error is not None:
+            self._tee.log_only("".join(traceback.format_exception(error)))
+        self.close()
+
+
+def open_run(output_dir: str | Path, config_yaml: str, resume: bool = False) -> RunFolder:
+    """Take `output_dir` for a run: lock it, write `config.yaml`, start `log.txt`. Nothing is created before.
+
+    `resume` says that the run goes on with what the folder holds; without it the folder must not hold a run. A run that
+    never logged a step and never saved holds nothing: its folder may be used again.
+
+    Raises `ConfigError` when the folder holds a run, is in use, or cannot be written.
+    """
+    path = Path(output_dir).absolute()
+    check_output(path, resume=resume)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock_folder(path)
+        try:
+            # Again under the lock: another process may have been faster.
+            check_output(path, resume=resume)
+            if not resume:
+                (path / "log.txt").unlink(missing_ok=True)
+                (path / "metrics.jsonl").unlink(missing_ok=True)
+            (path / "checkpoints").mkdir(exist_ok=True)
+            files.write_whole(path / "config.yaml", config_yaml.encode())
+            return RunFolder(path, lock)
+        except BaseException:
+            lock.close()
+            raise
+    except OSError as error:
+        raise _unwritable(path, _cause(error)) from error
+
+
+def check_output(output_dir: str | Path, *, resume: bool = False) -> None:
+    """Raise `ConfigError` when `open_run` would refuse `output_dir`, as far as that shows without writing."""
+    path = Path(output_dir).absolute()
+    try:
+        _check_output(path, resume)
+    except OSError as error:
+        raise _unwritable(path, _cause(error)) from error
+
+
+def _check_output(path: Path, resume: bool) -> None:
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file", where="output_dir", hint=_OTHER_FOLDER)
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not nearest.is_dir() or not _may_write(nearest):
+        raise ConfigError(
+            f"{path} cannot be written: no permission in {nearest}", where="output_dir", hint=_OTHER_FOLDER
+        )
+    if resume or not path.exists():
+        return
+    held = [name for name in _OWN_NAMES if (path / name).exists()]
+    if held and not ((path / _LOCK).exists() and _never_stepped(path)):
+        raise ConfigError(
+            f"{path} already holds a run ({', '.join(held)})",
+            where="output_dir",
+            hint=f"go on with it by `optune resume {path}`, or {_OTHER_FOLDER}",
+        )
+
+
+def _may_write(folder: Path) -> bool:
+    effective = os.access in os.supports_effective_ids
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
+
+
+def _never_stepped(path: Path) -> bool:
+    metrics = path / "metrics.jsonl"
+    if (path / "model").exists() or (metrics.exists() and metrics.stat().st_size):
+        return False
+    checkpoints = path / "checkpoints"
+    return not checkpoints.exists() or all(entry.name.startswith(files.ASIDE) for entry in checkpoints.iterdir())
+
+
+def _lock_folder(path: Path) -> IO[str]:
+    """Hold `.lock` for as long as the returned file is open; the owner's process and host stand in it."""
+    lock = (path / _LOCK).open("a+", encoding="utf-8")
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                _refuse_living_owner(path, lock)
+                sys.stderr.write(f"warning: {path} is on a file system without locks: let no second run use it\n")
+            else:
+                raise _in_use(path, _read_owner(lock)) from error
+        lock.seek(0)
+        lock.truncate()
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        lock.write(json.dumps(owner) + "\n")
+        lock.flush()
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _read_owner(lock: IO[str]) -> dict[str, Any]:
+    lock.seek(0)
+    try:
+        owner = json.loads(lock.read())
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _refuse_living_owner(path: Path, lock: IO[str]) -> None:
+    """Where locks do not exist, the process number has to do, on this host."""
+    owner = _read_owner(lock)
+    if owner.get("host") != socket.gethostname() or not isinstance(owner.get("pid"), int):
+        return
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        pass
+    if owner["pid"] != os.getpid():
+        raise _in_use(path, owner)
+
+
+def _in_use(path: Path, owner: dict[str, Any]) -> ConfigError:
+    who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}" if len(owner) == 3 else "another process"
+    return ConfigError(
+        f"{path} is in use by {who}", where="output_dir", hint=f"wait for it, stop it, or {_OTHER_FOLDER}"
+    )
+
+
+def _unwritable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path} cannot be written: {why}", where="output_dir", hint=_OTHER_FOLDER)
+
+
+def _cause(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+class _Tee:
+    """What stands in for `sys.stderr`: everything reaches the terminal, and `log.txt` line by line.
+
+    `terminal` is the stream behind it. A progress bar draws on that one directly, so redraws never reach the log; a
+    line that arrives while a bar is up clears it, and the bar comes back below.
+    """
+
+    def __init__(self, terminal: IO[str], log: IO[bytes]) -> None:
+        self.terminal = terminal
+        self._log = log
+        self._line = ""
+        self._held = ""
+
+    def write(self, text: str) -> int:
+        self._line += text
+        *lines, self._line = self._line.split("\n")
+        self._write_log(lines)
+        self._held += text
+        if any(getattr(bar, "fp", None) == self.terminal for bar in getattr(tqdm, "_instances", ())):
+            # Half a line would be drawn over by the bar.
+            shown, newline, self._held = self._held.rpartition("\n")
+            if newline:
+                with tqdm.external_write_mode(file=self.terminal):
+                    self.terminal.write(shown + newline)
+        else:
+            shown, self._held = self._held, ""
+            self.terminal.write(shown)
+        return len(text)
+
+    def log_only(self, text: str) -> None:
+        """Write `text` to `log.txt` alone: for what the terminal shows in another form."""
+        self._write_log(text.rstrip("\n").split("\n"))
+
+    def _write_log(self, lines: list[str]) -> None:
+        if not lines or self._log.closed:
+            return
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        # What a carriage return has overwritten was never meant to stay.
+        shown = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.rstrip("\r").rpartition("\r")[2]) for line in lines]
+        try:
+            self._log.write("".join(f"{now} {line}".rstrip() + "\n" for line in shown).encode())
+        except OSError as error:
+            self._log.close()
+            self.terminal.write(f"warning: log.txt: {_cause(error)}: nothing more is written to it\n")
+
+    def close(self) -> None:
+        """Let what was held back out, and end the log. `terminal` stays open."""
+        if self._line:
+            self._write_log([self._line])
+        self.terminal.write(self._held)
+        self._line = self._held = ""
+        self._log.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
