@@ -34,17 +34,22 @@ find_python() {
   die "no Python was found" "install Python 3.12 and run this again"
 }
 
-# The newest change that an installed environment must have seen.
-environment_stamp() {
-  cat pyproject.toml scripts/constraints.txt
-  printf 'extras: %s\n' "$1"
+# True when .venv was filled with these extras (or all of them, which dev has) from the files as they are now.
+is_installed() {
+  local extras
+  for extras in "$1" dev; do
+    if cat pyproject.toml scripts/constraints.txt | cmp --silent - ".venv/optune-$extras.stamp"; then
+      return 0
+    fi
+  done
+  return 1
 }
 
 # use_python EXTRAS: sets PYTHON to an interpreter with optune and these extras.
 # .venv is made and filled when it is missing or out of date; a second call costs nothing.
 # OPTUNE_PYTHON names an interpreter that has everything already: nothing is made or installed then.
 use_python() {
-  local extras="$1" stamp=".venv/optune-$1.stamp"
+  local extras="$1"
   if [ -n "${OPTUNE_PYTHON:-}" ]; then
     PYTHON="$OPTUNE_PYTHON"
     "$PYTHON" -c 'import torch, hydra' || die "OPTUNE_PYTHON=$OPTUNE_PYTHON lacks optune's dependencies"
@@ -57,9 +62,9 @@ use_python() {
     say "Making .venv with $base"
     "$base" -m venv --clear .venv
   fi
-  if [ "$(environment_stamp "$extras")" != "$(cat "$stamp" 2> /dev/null)" ]; then
+  if ! is_installed "$extras"; then
     say "Installing optune[$extras] into .venv (once; most of the time and space goes to torch)"
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c scripts/constraints.txt -e ".[$extras]"
-    environment_stamp "$extras" > "$stamp"
+    cat pyproject.toml scripts/constraints.txt > ".venv/optune-$extras.stamp"
   fi
 }
