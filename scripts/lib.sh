@@ -2,7 +2,7 @@
 # Shared by the scripts beside it; sourced, never run. Every script works from any directory and changes into the root.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-cd "$ROOT"
+cd "$ROOT" || exit
 
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_text import chat_rows, plain_text
+from tiny_text import chat_rows, plain_text, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 DESTINATION = Path(__file__).resolve().parent.parent / "assets" / "tiny"
@@ -33,13 +33,6 @@ CHAT_TEMPLATE = (
 VOCABULARY_SIZE = 1024
 BLOCK_LENGTH = 128
 BATCH_SIZE = 16
-
-
-def write_rows(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in zip(("train", "validation"), chat_rows(), strict=True):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
 
 def make_tokenizer() -> Tokenizer:

@@ -7,7 +7,9 @@ is asked in no training row, so a right answer there shows that answering was le
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -314,3 +316,11 @@ def chat_rows(seed: int = 0, held_out: float = 0.2) -> tuple[list[dict[str, Any]
 
 def _row(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write_rows(folder: Path) -> None:
+    """`train.jsonl` and `validation.jsonl`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in zip(("train", "validation"), chat_rows(), strict=True):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
