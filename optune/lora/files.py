@@ -1,0 +1,170 @@
+"""Adapter folders in PEFT's format, out and in: adapter_config.json and adapter_model.safetensors.
+
+A tensor's key is `base_model.model.<layer>.lora_A.weight` (rank × in) or `….lora_B.weight` (out × rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from optune.errors import ModelError
+from optune.lora import adapter, peft_config
+from optune.lora.layer import LoraLinear
+from optune.lora.peft_config import AdapterConfig
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+LISTED = 40
+"""Tensors that an error names before it counts the rest."""
+
+
+def save(model: nn.Module, folder: str | Path, *, base: str) -> None:
+    """Writes the adapters of `model` into `folder` so that PEFT and vLLM open it.
+
+    `base`: what the adapter belongs to, a hub id or a folder; a folder that exists is written as an absolute path.
+    Tensors are written in the adapters' dtype.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    adapted = adapter.layers(model)
+    if not adapted:
+        raise ModelError("the model has no adapters to save")
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base
+    peft_config.write(folder, model, adapted, base=base)
+    tensors = {f"{PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in adapter.state(model).items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Puts the adapter in `folder`, written by optune or PEFT, into `model`; returns the names of the adapted layers.
+
+    A model without adapters gets the layers, ranks, scale and dropout that adapter_config.json says, in `dtype`, and is
+    frozen but for them. A model with adapters must have the same ones, and gets their values.
+
+    Raises ModelError that lists, all at once, what the config says that cannot be honoured; then all tensors that are
+    missing, unexpected or misshapen. The model is not changed then.
+    """
+    folder = Path(folder)
+    config = peft_config.read(folder)
+    names = config.select(model)
+    path = folder / WEIGHTS_FILE
+    if not names:
+        raise ModelError(f"target_modules {config.target_modules!r} match no linear layer", where=str(config.path))
+    tensors = _read_tensors(path)
+    problems = _compare_tensors(model, config, names, tensors) + _compare_base(model, names, tensors)
+    if problems:
+        more = [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
+        raise ModelError("\n  ".join(["does not fit the model:", *problems[:LISTED], *more]), where=str(path))
+    adapted = adapter.layers(model)
+    if adapted:
+        _check_same(config, names, adapted)
+    else:
+        adapter.check_free(model, names, where=str(config.path))
+        _build(model, config, names, dtype)
+    with torch.no_grad():
+        for name, target in adapter.state(model).items():
+            target.copy_(tensors[f"{PREFIX}{name}"])
+    return names
+
+
+def _build(model: nn.Module, config: AdapterConfig, names: list[str], dtype: torch.dtype) -> None:
+    model.requires_grad_(False)
+    for name in names:
+        rank, alpha = config.settings(name)
+        adapter.put(
+            model,
+            name,
+            rank=rank,
+            alpha=alpha,
+            dropout=config.dropout,
+            use_rslora=config.use_rslora,
+            dtype=dtype,
+        )
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        pickled = path.with_name("adapter_model.bin")
+        hint = "adapter_model.bin is a pickle and is not opened: save it as safetensors" if pickled.exists() else None
+        raise ModelError("there is no such file", where=str(path), hint=hint)
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot be read: {error}", where=str(path)) from None
+
+
+def _compare_tensors(
+    model: nn.Module, config: AdapterConfig, names: list[str], tensors: Mapping[str, Tensor]
+) -> list[str]:
+    """Missing, misshapen and unexpected adapter tensors, each in words."""
+    problems: list[str] = []
+    wanted = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear | LoraLinear), name
+        rank = config.settings(name)[0]
+        wanted[f"{PREFIX}{name}.lora_A.weight"] = (rank, layer.in_features)
+        wanted[f"{PREFIX}{name}.lora_B.weight"] = (layer.out_features, rank)
+    for key, shape in wanted.items():
+        if key not in tensors:
+            problems.append(f"{key} is missing, {list(shape)} wanted")
+        elif tuple(tensors[key].shape) != shape:
+            problems.append(f"{key} is {list(tensors[key].shape)}, {list(shape)} wanted")
+    unexpected = [key for key in tensors if key not in wanted and _base_parameter(key, names) is None]
+    return problems + [f"{key} is unexpected" for key in unexpected]
+
+
+def _compare_base(model: nn.Module, names: list[str], tensors: Mapping[str, Tensor]) -> list[str]:
+    """PEFT puts embedding and head beside the adapter when one of them is adapted or the vocabulary has grown.
+
+    They are accepted where they are the base's own; other values would be lost, and other sizes need a resized base.
+    """
+    problems = []
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for key, tensor in tensors.items():
+        name = _base_parameter(key, names)
+        if name is None:
+            continue
+        own = parameters.get(name)
+        if own is None:
+            problems.append(f"{key} is unexpected")
+        elif own.shape != tensor.shape:
+            problems.append(
+                f"{key} is {list(tensor.shape)} but the base's is {list(own.shape)}: the adapter was trained with "
+                f"another size of vocabulary; resize the base model first, save it, and use that as the base"
+            )
+        elif own.device.type != "meta" and not torch.equal(tensor.to(own.device, own.dtype), own):
+            problems.append(f"{key} differs from the base's: changed base weights beside an adapter cannot be honoured")
+    return problems
+
+
+def _base_parameter(key: str, names: list[str]) -> str | None:
+    """The base parameter that a key of the file stands for, or None for an adapter's."""
+    name = key.removeprefix(PREFIX)
+    if name.endswith(".base_layer.weight") and name.removesuffix(".base_layer.weight") in names:
+        return name.replace(".base_layer", "")
+    return name if name.rpartition(".")[0].rpartition(".")[2] in ("embed_tokens", "lm_head") else None
+
+
+def _check_same(config: AdapterConfig, names: list[str], adapted: Mapping[str, LoraLinear]) -> None:
+    """The model's adapters must be those of the file: layers and scale (ranks are compared by their tensors)."""
+    problems = [f"{name} has an adapter in the model only" for name in adapted if name not in names]
+    for name in names:
+        if name not in adapted:
+            problems.append(f"{name} has an adapter in the file only")
+            continue
+        layer, alpha = adapted[name], config.settings(name)[1]
+        if (layer.alpha, layer.use_rslora) != (alpha, config.use_rslora):
+            problems.append(
+                f"{name} has alpha {layer.alpha}, use_rslora {layer.use_rslora} in the model and alpha {alpha}, "
+                f"use_rslora {config.use_rslora} in the file"
+            )
+    if problems:
+        raise ModelError("\n  ".join(["not the model's adapters:", *problems[:LISTED]]), where=str(config.path))

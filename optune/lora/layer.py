@@ -1,0 +1,150 @@
+"""One linear layer with a low-rank adapter: y = x Wᵀ + b + s · (dropout(x) Aᵀ) Bᵀ, W and b frozen.
+
+LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685; scale alpha/√rank (rsLoRA): Kalajdzievski 2023,
+https://arxiv.org/abs/2312.03732.
+
+Shapes: N positions (any leading axes), I input features, O output features, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import has_torch_function
+
+
+class AdapterMatrix(nn.Module):
+    """Holds `weight`, so that an adapter's parameters bear PEFT's names `lora_A.weight` and `lora_B.weight`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, {self.weight.dtype}"
+
+
+class LoraLinear(nn.Module):
+    """A linear layer that keeps the Parameters `weight` and `bias` of `base` and adds `lora_A.weight`, `lora_B.weight`.
+
+    A (rank × in_features) starts as nn.Linear starts, from torch's global CPU generator whatever the device; B
+    (out_features × rank) starts at zero, so the layer starts equal to its base. `dtype` is the adapter's: with fp32
+    over a bf16 base the adapter's arithmetic is fp32, rounded once when it is added to the base's output, as in PEFT.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, base: nn.Linear, *, rank: int, alpha: float, dropout: float, use_rslora: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.rank, self.alpha, self.dropout, self.use_rslora = rank, alpha, dropout, use_rslora
+        self.scale = alpha / math.sqrt(rank) if use_rslora else alpha / rank
+        self.weight = base.weight
+        self.register_parameter("bias", base.bias)
+        start_RI = torch.empty(rank, base.in_features, dtype=torch.float32)
+        nn.init.kaiming_uniform_(start_RI, a=math.sqrt(5))
+        device = base.weight.device
+        self.lora_A = AdapterMatrix(start_RI.to(device, dtype))
+        self.lora_B = AdapterMatrix(torch.zeros(base.out_features, rank, device=device, dtype=dtype))
+        self.train(base.training)
+
+    def forward(self, input_NI: Tensor) -> Tensor:
+        output_NO = F.linear(input_NI, self.weight, self.bias)
+        down_RI, up_OR = self.lora_A.weight, self.lora_B.weight
+        keep_NI, scale = None, self.scale
+        if self.training and self.dropout > 0:
+            keep_NI = torch.empty_like(input_NI, dtype=torch.bool).bernoulli_(1 - self.dropout)
+            scale = scale / (1 - self.dropout)
+        if has_torch_function((input_NI, down_RI, up_OR)):
+            # A TorchFunctionMode sees what is called with a Parameter, so it is shown plain linear layers.
+            return _add_low_rank_openly(output_NO, input_NI, down_RI, up_OR, keep_NI, scale)
+        return _AddLowRank.apply(output_NO, input_NI, down_RI, up_OR, keep_NI, scale)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        """W + s·BA, computed in fp32 and rounded once to W's dtype: O×I."""
+        return merge_weight(self.weight, self.lora_A.weight, self.lora_B.weight, self.scale)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
+
+
+def merge_weight(weight_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float) -> Tensor:
+    """`W32 + scale · (B32 @ A32)`, rounded once to the dtype of `weight_OI` (a float64 weight stays float64)."""
+    dtype = torch.promote_types(weight_OI.dtype, torch.float32)
+    merged_OI = weight_OI.to(dtype) + scale * (up_OR.to(dtype) @ down_RI.to(dtype))
+    return merged_OI.to(weight_OI.dtype)
+
+
+def _add_low_rank_openly(
+    output_NO: Tensor, input_NI: Tensor, down_RI: Tensor, up_OR: Tensor, keep_NI: Tensor | None, scale: float
+) -> Tensor:
+    """What `_AddLowRank` computes, in plain differentiable operations."""
+    kept_NI = input_NI.to(down_RI.dtype)
+    if keep_NI is not None:
+        kept_NI = kept_NI * keep_NI
+    delta_NO = F.linear(F.linear(kept_NI, down_RI), up_OR) * scale
+    return (output_NO.to(delta_NO.dtype) + delta_NO).to(output_NO.dtype)
+
+
+class _AddLowRank(torch.autograd.Function):
+    """`output + scale · (keep ∘ input) Aᵀ Bᵀ` in the adapter's dtype, rounded once to the output's dtype.
+
+    Autograd would save an fp32 copy of the input for each adapted layer. This saves the input as it came (one tensor,
+    shared by the q, k and v layers) and R numbers a position. The products are written so that the long axis N is
+    never the transposed operand of a small matrix product: on CPUs that is two to five times faster.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output_NO: Tensor,
+        input_NI: Tensor,
+        down_RI: Tensor,
+        up_OR: Tensor,
+        keep_NI: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        hidden_NR = F.linear(_kept(input_NI, keep_NI, down_RI.dtype), down_RI)
+        delta_NO = F.linear(hidden_NR, up_OR * scale)
+        ctx.save_for_backward(input_NI, down_RI, up_OR, keep_NI, hidden_NR)
+        ctx.scale = scale
+        return delta_NO.add_(output_NO.to(delta_NO.dtype)).to(output_NO.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad_NO,) = grads
+        input_NI, down_RI, up_OR, keep_NI, hidden_NR = ctx.saved_tensors
+        needs_output, needs_input, needs_down, needs_up = ctx.needs_input_grad[:4]
+        delta_grad_NO = grad_NO.to(up_OR.dtype)
+        grad_input_NI = grad_down_RI = grad_up_OR = None
+        if needs_up:
+            grad_up_OR = (_rows(hidden_NR).T @ _rows(delta_grad_NO)).T.mul(ctx.scale).contiguous()
+        if needs_input or needs_down:
+            hidden_grad_NR = F.linear(delta_grad_NO, (up_OR * ctx.scale).T.contiguous())
+            if needs_down:
+                grad_down_RI = _rows(hidden_grad_NR).T @ _rows(_kept(input_NI, keep_NI, down_RI.dtype))
+            if needs_input:
+                grad_input_NI = F.linear(hidden_grad_NR, down_RI.T.contiguous())
+                if keep_NI is not None:
+                    grad_input_NI = grad_input_NI.mul_(keep_NI)
+                grad_input_NI = grad_input_NI.to(input_NI.dtype)
+        return grad_NO if needs_output else None, grad_input_NI, grad_down_RI, grad_up_OR, None, None
+
+
+def _kept(input_NI: Tensor, keep_NI: Tensor | None, dtype: torch.dtype) -> Tensor:
+    input_NI = input_NI.to(dtype)
+    return input_NI if keep_NI is None else input_NI * keep_NI
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """All leading axes as one."""
+    return tensor.reshape(-1, tensor.shape[-1])

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from optune import lora
+
+
+def adapted(dtype: torch.dtype = torch.float32, **settings: float | bool) -> lora.LoraLinear:
+    torch.manual_seed(0)
+    options = {"rank": 4, "alpha": 8, "dropout": 0.0, "use_rslora": False} | settings
+    layer = lora.LoraLinear(nn.Linear(16, 12).to(dtype), dtype=torch.float32, **options)  # type: ignore[arg-type]
+    nn.init.normal_(layer.lora_B.weight)
+    return layer.requires_grad_(False)
+
+
+def trained(layer: lora.LoraLinear) -> lora.LoraLinear:
+    layer.lora_A.requires_grad_(True)
+    layer.lora_B.requires_grad_(True)
+    return layer
+
+
+@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 8 / 4), (True, 8 / math.sqrt(4))])
+def test_output_is_base_plus_scaled_low_rank_product(use_rslora: bool, scale: float) -> None:
+    layer = adapted(use_rslora=use_rslora)
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
+    weight, bias = layer.weight.double(), layer.bias.double()  # type: ignore[union-attr]
+    wanted = x @ weight.T + bias + scale * (x @ layer.lora_A.weight.double().T @ layer.lora_B.weight.double().T)
+    torch.testing.assert_close(layer(x.float()).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_gradients_equal_those_of_a_float64_chain(dropout: float) -> None:
+    layer = trained(adapted(dropout=dropout)).double()
+    layer.lora_A.double(), layer.lora_B.double()
+    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+
+    def run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)  # the same mask at every evaluation
+        layer.lora_A.weight.data.copy_(a.detach())
+        return torch.func.functional_call(layer, {"lora_A.weight": a, "lora_B.weight": b}, (x,))
+
+    a, b = (w.detach().clone().requires_grad_() for w in (layer.lora_A.weight, layer.lora_B.weight))
+    assert torch.autograd.gradcheck(run, (x, a, b))
+
+
+def test_bf16_base_with_fp32_adapter_computes_in_fp32_and_rounds_once() -> None:
+    layer = adapted(torch.bfloat16)
+    x = torch.randn(7, 16).bfloat16()
+    base = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    delta = layer.scale * (x.double() @ layer.lora_A.weight.double().T @ layer.lora_B.weight.double().T)
+    output = layer(x)
+    assert output.dtype == torch.bfloat16
+    wanted = (base.double() + delta).bfloat16()
+    assert (output != wanted).sum() <= 1  # fp32 against float64 may fall on the other side of a tie
+
+
+def test_frozen_base_keeps_one_copy_of_the_input_for_all_layers_that_read_it() -> None:
+    """Autograd holds the input as it came, once, and nothing of a size of out_features."""
+    layers = [trained(adapted(torch.bfloat16)) for _ in range(3)]
+    x = torch.randn(64, 16).bfloat16().requires_grad_()
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = [layer(x) for layer in layers]
+    parameters = {p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters()}
+    activations = sum(size for pointer, size in saved.items() if pointer not in parameters)
+    assert activations == x.untyped_storage().nbytes() + 3 * 64 * 4 * 4  # x, and 3 hidden of rank 4 in fp32
+    assert outputs[0].requires_grad
+
+
+def test_dropout_is_torchs_own_draw() -> None:
+    """The mask that nn.Dropout would draw from the same seed, on the adapter's input alone."""
+    layer = adapted(dropout=0.3)
+    x = torch.randn(4, 9, 16)
+    torch.manual_seed(7)
+    dropped = torch.nn.functional.dropout(x, 0.3)
+    wanted = layer.eval()(x) + layer.scale * ((dropped - x) @ layer.lora_A.weight.T @ layer.lora_B.weight.T)
+    torch.manual_seed(7)
+    torch.testing.assert_close(layer.train()(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_function_mode_sees_plain_linear_layers_with_the_same_result() -> None:
+    seen: list[str] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if any(isinstance(argument, nn.Parameter) for argument in args):
+                seen.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    layer = trained(adapted())
+    x = torch.randn(5, 16)
+    with Watch():
+        watched = layer(x)
+    assert [name for name in seen if name not in ("dtype", "__get__")] == ["linear"] * 3
+    torch.testing.assert_close(watched, layer(x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_compiled_block_equals_eager(dropout: float) -> None:
+    import torch._inductor.config as inductor
+
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 8, bias=False))
+    lora.apply(block, rank=4, alpha=8, dropout=dropout, targets="all-linear")
+    for layer in lora.layers(block).values():
+        nn.init.normal_(layer.lora_B.weight)
+    x = torch.randn(3, 5, 16)
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(4)
+        block.zero_grad()
+        output = block(x)
+        output.square().sum().backward()
+        return [output.detach(), *(p.grad.clone() for p in lora.trainable(block).values() if p.grad is not None)]
+
+    eager = gradients()
+    with inductor.patch(fallback_random=True):  # the masks of eager torch
+        block.compile(fullgraph=True)
+        compiled = gradients()
+    assert len(eager) == 5
+    for one, other in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
