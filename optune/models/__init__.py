@@ -1,0 +1,27 @@
+"""Models: one native decoder for the Llama line, and weights from and to Hugging Face folders.
+
+`load` and `save` are what a recipe needs; `check` finds every objection before weights are read. To add a family see
+`families.py`.
+"""
+
+from optune.models.cache import Cache
+from optune.models.decoder import BlockContext, Decoder, outline
+from optune.models.families import FAMILIES, DecoderConfig
+from optune.models.hub import download, resolve
+from optune.models.saving import copy_companions, save
+from optune.models.weights import check, load
+
+__all__ = [
+    "FAMILIES",
+    "BlockContext",
+    "Cache",
+    "Decoder",
+    "DecoderConfig",
+    "check",
+    "copy_companions",
+    "download",
+    "load",
+    "outline",
+    "resolve",
+    "save",
+]

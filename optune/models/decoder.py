@@ -1,0 +1,288 @@
+"""The one decoder for the whole Llama line. What differs between families stands in `DecoderConfig`, as data.
+
+Parameter names are those of Hugging Face files. The numbers are those of transformers, in float32 and in bf16: norms
+in float32 inside, rotary tables rounded to the working dtype, `is_causal` attention where no mask is needed.
+
+Shapes: B rows, T positions, D hidden_size, N query heads, K key/value heads, H head_dim, V vocabulary, S keys that
+can be seen (T, or the cache's).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from optune.models.cache import Cache
+from optune.models.families import DecoderConfig
+from optune.models.rope import rotate, tables
+
+
+@dataclass(frozen=True)
+class BlockContext:
+    """What all blocks share in one forward pass; made by `Decoder.context`.
+
+    `masks` gives for each window of the model the pairs that see each other, bool (B or 1, 1, T, S), or None where
+    plain causal attention does. `cos` and `sin` are (B or 1, T, 1, H).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    masks: dict[int | None, Tensor | None]
+    cache: Cache | None = None
+    slots: Tensor | None = None
+
+
+def attend(query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of N query heads over K key heads, which are never repeated in memory. No mask means causal."""
+    causal = mask is None and query_BNTH.shape[2] > 1
+    return F.scaled_dot_product_attention(
+        query_BNTH, key_BKSH, value_BKSH, attn_mask=mask, is_causal=causal, enable_gqa=True
+    )
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (arXiv 1910.07467), float32 inside and rounded before the weight, as in transformers."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        width, self.head_dim, self.index = config.hidden_size, config.head_dim, index
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, width, bias=config.output_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.query_key_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.query_key_norm else None
+        self.window = config.windows[index]
+
+    def forward(self, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
+        heads = (*hidden_BTD.shape[:2], -1, self.head_dim)
+        query_BTNH = self.q_proj(hidden_BTD).view(heads)
+        key_BTKH = self.k_proj(hidden_BTD).view(heads)
+        value_BKTH = self.v_proj(hidden_BTD).view(heads).transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query_BTNH, key_BTKH = self.q_norm(query_BTNH), self.k_norm(key_BTKH)
+        query_BNTH = rotate(query_BTNH, context.cos, context.sin).transpose(1, 2)
+        key_BKTH = rotate(key_BTKH, context.cos, context.sin).transpose(1, 2)
+        if context.cache is not None and context.slots is not None:
+            key_BKTH, value_BKTH = context.cache.update(self.index, key_BKTH, value_BKTH, context.slots)
+        out_BNTH = attend(query_BNTH, key_BKTH, value_BKTH, context.masks[self.window])
+        return self.o_proj(out_BNTH.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, index)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
+        hidden_BTD = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD), context)
+        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
+
+
+class _Body(nn.Module):
+    """Exists for the prefix `model.` of the parameter names."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """A causal language model: `embed`, a plain list of `blocks`, `final_norm`, `lm_head`.
+
+    The parts may be called one by one (that is how the memory-saving schedules work) or all at once by `hidden` and
+    `forward`. Rows are padded on the right, so padding needs no mask. Weights come from `optune.models.load`; a new
+    Decoder holds whatever `nn.Linear` and `nn.Embedding` start with.
+    """
+
+    activation_checkpointing: Literal["none", "block"] = "none"
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = _Body(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes the head share the embedding's Parameter, where the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """hidden_BTD before the first block."""
+        return self.model.embed_tokens(tokens_BT)
+
+    def final_norm(self, hidden_BTD: Tensor) -> Tensor:
+        """What `lm_head` reads."""
+        return self.model.norm(hidden_BTD)
+
+    def context(
+        self,
+        positions_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        cache: Cache | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> BlockContext:
+        """Rotary tables and masks, once a forward pass; `dtype` is that of the hidden states.
+
+        `documents_BT` numbers the rows of a pack: positions with different numbers never see each other. Where the
+        RoPE scaling depends on length (dynamic, longrope), that is the largest position of the same row, or document,
+        plus 1; so positions of padding must not go beyond their row's.
+        """
+        if cache is not None and documents_BT is not None:
+            raise ValueError("a cache holds single rows; documents cannot be given with it")
+        lengths = _lengths(positions_BT, documents_BT) if self.config.rope.needs_lengths else None
+        cos, sin = tables(self.config.rope, positions_BT, lengths, dtype or self.dtype)
+        slots = None if cache is None else cache.slots(positions_BT.shape[1])
+        masks = {
+            window: _mask(positions_BT.shape[1], positions_BT.device, window, documents_BT, cache, slots)
+            for window in dict.fromkeys(self.config.windows)
+        }
+        return BlockContext(cos, sin, masks, cache, slots)
+
+    def run_block(self, block: nn.Module, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
+        """One block; with activation checkpointing its inside is computed again in backward, with the same dropout."""
+        if self.activation_checkpointing == "block" and torch.is_grad_enabled():
+            return checkpoint(block, hidden_BTD, context, use_reentrant=False, preserve_rng_state=True)  # pyright: ignore
+        return block(hidden_BTD, context)
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """hidden_BTD after the final norm. Without positions, they count from 0, or go on where the cache stands."""
+        if positions_BT is None:
+            count = tokens_BT.shape[1]
+            positions_BT = torch.arange(count, device=tokens_BT.device)[None] if cache is None else cache.slots(count)
+        hidden_BTD = self.embed(tokens_BT)
+        context = self.context(positions_BT, documents_BT, cache, dtype=hidden_BTD.dtype)
+        for block in self.blocks:
+            hidden_BTD = self.run_block(block, hidden_BTD, context)
+        if cache is not None:
+            cache.advance(tokens_BT.shape[1])
+        return self.final_norm(hidden_BTD)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """logits_BTV."""
+        return self.lm_head(self.hidden(tokens_BT, positions_BT, documents_BT, cache))
+
+    def new_cache(self, rows: int, length: int) -> Cache:
+        """An empty cache for `rows` rows of at most `length` tokens."""
+        return Cache(
+            layers=len(self.blocks), rows=rows, heads=self.config.num_key_value_heads, length=length,
+            head_dim=self.config.head_dim, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compiles each block in place (names stay). The whole model in one graph would free nothing early."""
+        for block in self.blocks:
+            block.compile(**options)
+
+
+class _WithoutInit(TorchFunctionMode):
+    """Leaves parameters as they are allocated. On the meta device, filling them imports 800 modules, in a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def outline(config: DecoderConfig) -> Decoder:
+    """A Decoder on the meta device: names and shapes, no memory and no values."""
+    with torch.device("meta"), _WithoutInit():
+        return Decoder(config)
+
+
+def _lengths(positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
+    """How long the row or document of each position is, (B, 1) or (B, T)."""
+    if documents_BT is None:
+        return positions_BT.amax(1, keepdim=True) + 1
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return torch.where(same_BTT, positions_BT[:, None, :], 0).amax(-1) + 1
+
+
+def _mask(
+    count: int,
+    device: torch.device,
+    window: int | None,
+    documents_BT: Tensor | None,
+    cache: Cache | None,
+    slots: Tensor | None,
+) -> Tensor | None:
+    """Which keys each new token sees. None where `attend` gets it right by itself."""
+    if cache is None or slots is None or max(cache.lengths) == 0:
+        queries, keys = torch.arange(count, device=device)[None], torch.arange(count, device=device)
+        if documents_BT is None and (window is None or count <= window):
+            return None
+    else:
+        queries, keys = slots, torch.arange(max(cache.lengths) + count, device=device)
+        if count == 1 and len(slots) == 1 and (window is None or len(keys) <= window):
+            return None
+    visible = keys <= queries[:, :, None]
+    if window is not None:
+        visible &= keys > queries[:, :, None] - window
+    if documents_BT is not None:
+        visible = visible & (documents_BT[:, :, None] == documents_BT[:, None, :])
+    return visible[:, None]
