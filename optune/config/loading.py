@@ -1,0 +1,68 @@
+"""`load`: from a config file and overrides to a checked dataclass, or to all that is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence as Arguments
+from pathlib import Path
+from typing import Any, TypeVar
+
+from optune.config.compose import compose
+from optune.config.convert import FAILED, convert
+from optune.config.nodes import TARGET, Mapping, Node, Sequence, to_node
+from optune.config.options import rules_of
+from optune.config.problems import Problems
+from optune.config.targets import check_keywords, check_names
+
+T = TypeVar("T")
+
+
+def load(
+    schema: type[T], config_path: str | Path, overrides: Arguments[str] = (), *, allow_targets: Arguments[str] = ()
+) -> T:
+    """The config in `config_path` with `overrides`, checked against the dataclass `schema` at every depth.
+
+    `allow_targets` are packages that a `_target_` may name besides the built-in ones. Raises ConfigError with
+    everything that is wrong at once: unknown keys, wrong types, values out of bounds, variables that are not set. Only
+    when all that is right are the `_target_`s imported and their keywords checked.
+    """
+    problems = Problems()
+    tree = compose(_target_defaults(schema), Path(config_path), overrides, problems)
+    cfg = convert(schema, tree, problems)
+    sections = [(field.name, rules_of(field).target) for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
+    kinds = {name: kind for name, kind in sections if kind}
+
+    def where(path: str) -> str:
+        return _place(tree, path)
+
+    if cfg is not FAILED:
+        for name, kind in kinds.items():
+            setattr(cfg, name, check_names(getattr(cfg, name), kind, name, where, allow_targets, problems))
+    problems.raise_if_any()
+    for name, kind in kinds.items():
+        check_keywords(getattr(cfg, name), kind, name, where, problems)
+    problems.raise_if_any()
+    return cfg
+
+
+def _target_defaults(schema: type[Any]) -> Mapping:
+    """The defaults that name a `_target_`: what a config says about such a key merges into them, or replaces them."""
+    entries: dict[str, Node] = {}
+    for field in dataclasses.fields(schema):
+        if field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+            if isinstance(value, dict) and TARGET in value:
+                entries[field.name] = to_node(value, "the default")
+    return Mapping(entries)
+
+
+def _place(tree: Mapping, path: str) -> str:
+    """Where a key stands, or the nearest key above it that is written somewhere."""
+    node: Node = tree
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(node, Sequence) and part.isdigit() and int(part) < len(node.items):
+            node = node.items[int(part)]
+        elif isinstance(node, Mapping) and part in node.entries:
+            node = node.entries[part]
+    return node.where

@@ -1,0 +1,142 @@
+"""The config's sections: the keys that every recipe reads, their types and defaults.
+
+A recipe's `Config` is a subclass of `RunConfig`; a key of its own is one more line there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from optune.config.options import Rules, option
+
+DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text", "tokens", "preference"]
+NOT_NEGATIVE = Rules(minimum=0)
+OPTIMIZER_NUMBERS = {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE, "eps": NOT_NEGATIVE, "momentum": NOT_NEGATIVE}
+
+OTHER_NAMES = {
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "momentum": "optimizer.momentum",
+    "betas": "optimizer.betas",
+    "dataset": "data",
+    "packed": "data.packing",
+    "max_seq_len": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "tokenizer": "model.path",
+    "checkpointer": "checkpoint",
+    "lr_scheduler": "schedule",
+    "num_warmup_steps": "schedule.warmup_steps",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "max_steps_per_epoch": "max_steps",
+    "per_device_train_batch_size": "batch_size",
+    "clip_grad_norm": "max_grad_norm",
+    "optimizer_in_bwd": "optimizer_step",
+    "enable_activation_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing": "activation_checkpointing",
+    "resume_from_checkpoint": "resume",
+    "save_steps": "checkpoint.save_every_steps",
+    "eval_steps": "validation_every_steps",
+    "logging_steps": "log_every_steps",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_attn_modules": "lora.targets",
+    "target_modules": "lora.targets",
+}
+"""What other tools call a key: used to suggest the real one, never accepted."""
+
+
+@dataclass
+class ModelSection:
+    """`path` is a folder in Hugging Face layout or a hub id; `dtype` is what the weights have in memory."""
+
+    path: str = option(is_path=True, not_empty=True)
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    master_weights: Literal["none", "fp32"] = "none"
+
+
+@dataclass
+class DataSource:
+    """One of several data files. A null key takes the value of the `data` section."""
+
+    path: str = option(is_path=True, not_empty=True)
+    format: DataFormat | None = None
+
+
+@dataclass
+class DataSection:
+    """Where the rows come from and what of them is trained. `max_length` counts tokens."""
+
+    train: list[str | DataSource] = option(is_path=True, not_empty=True)
+    validation: list[str | DataSource] | None = option(None, is_path=True)
+    format: DataFormat = "auto"
+    max_length: int = option(2048, minimum=2)
+    truncation: Literal["drop", "error", "truncate_right", "truncate_left"] = "drop"
+    packing: bool = False
+    shuffle: bool = True
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    chat_template: str | None = option(None, is_path=True)
+
+
+@dataclass
+class ScheduleSection:
+    """How the learning rate moves. `min_lr_ratio` is the share of the base rate that is left at the end."""
+
+    name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    warmup_steps: int = option(0, minimum=0)
+    min_lr_ratio: float = option(0.0, minimum=0, maximum=1)
+
+
+@dataclass
+class CheckpointSection:
+    """When the run is saved. The last step is always saved."""
+
+    save_every_steps: int | None = option(None, minimum=1)
+    keep_last: int = option(2, minimum=1)
+
+
+@dataclass
+class LoraSection:
+    """Adapters beside the linear layers that `targets` names."""
+
+    rank: int = option(8, minimum=1)
+    alpha: float = option(16.0, above=0)
+    dropout: float = option(0.0, minimum=0, maximum=1)
+    targets: list[str] = option(["q_proj", "k_proj", "v_proj", "o_proj"], not_empty=True)
+    use_rslora: bool = False
+
+
+@dataclass
+class RunConfig:
+    """The keys that every recipe reads."""
+
+    model: ModelSection
+    data: DataSection
+    batch_size: int = option(4, minimum=1)
+    gradient_accumulation_steps: int = option(1, minimum=1)
+    epochs: int = option(1, minimum=1)
+    max_steps: int | None = option(None, minimum=1)
+    optimizer: dict[str, Any] = option(
+        {"_target_": "torch.optim.AdamW", "lr": 2.0e-5, "weight_decay": 0.0},
+        target="optimizer",
+        numbers=OPTIMIZER_NUMBERS,
+    )
+    parameter_groups: list[dict[str, Any]] = option([], numbers=OPTIMIZER_NUMBERS)
+    optimizer_step: Literal["after_backward", "in_backward", "immediate"] = "after_backward"
+    max_grad_norm: float | None = option(1.0, above=0)
+    max_skipped_steps: int = option(5, minimum=1)
+    schedule: ScheduleSection | dict[str, Any] = option(ScheduleSection, target="schedule")
+    activation_checkpointing: Literal["none", "block"] = "none"
+    compile: bool = False
+    gradient_stash: Literal["auto", "hold", "cpu", "alias", "factored", "two_pass"] = "auto"
+    accumulation: Literal["depth_first", "breadth_first"] = "depth_first"
+    checkpoint: CheckpointSection = option(CheckpointSection)
+    resume: str | None = option(None, is_path=True, not_empty=True)
+    validation_every_steps: int | None = option(None, minimum=1)
+    log_every_steps: int = option(1, minimum=1)
+    loggers: list[dict[str, Any]] = option([], target="logger")
+    output_dir: str = option("runs/my-run", is_path=True, not_empty=True)
+    seed: int = option(0, minimum=0)
+    device: str = option("auto", not_empty=True)
