@@ -154,17 +154,20 @@ def _base_parameter(key: str, names: list[str]) -> str | None:
 
 
 def _check_same(config: AdapterConfig, names: list[str], adapted: Mapping[str, LoraLinear]) -> None:
-    """The model's adapters must be those of the file: layers and scale (ranks are compared by their tensors)."""
+    """The model's adapters must be those of the file, in layers, rank and scale."""
     problems = [f"{name} has an adapter in the model only" for name in adapted if name not in names]
     for name in names:
         if name not in adapted:
             problems.append(f"{name} has an adapter in the file only")
             continue
-        layer, alpha = adapted[name], config.settings(name)[1]
-        if (layer.alpha, layer.use_rslora) != (alpha, config.use_rslora):
-            problems.append(
-                f"{name} has alpha {layer.alpha}, use_rslora {layer.use_rslora} in the model and alpha {alpha}, "
-                f"use_rslora {config.use_rslora} in the file"
-            )
+        layer = adapted[name]
+        own = (layer.rank, layer.alpha, layer.use_rslora)
+        read = (*config.settings(name), config.use_rslora)
+        if own != read:
+            problems.append(f"{name} has {_settings(*own)} in the model and {_settings(*read)} in the file")
     if problems:
         raise ModelError("\n  ".join(["not the model's adapters:", *problems[:LISTED]]), where=str(config.path))
+
+
+def _settings(rank: int, alpha: float, use_rslora: bool) -> str:
+    return f"rank {rank}, alpha {alpha}, use_rslora {use_rslora}"

@@ -39,7 +39,7 @@ def find(model: nn.Module, targets: str | Sequence[str]) -> list[str]:
     shared = shared_weights(model)
     selected: set[str] = set()
     problems: list[str] = []
-    for target in dict.fromkeys(wanted):
+    for target in wanted:
         if not isinstance(target, str) or not target:
             problems.append(f"{target!r} is not the name of a layer")
             continue

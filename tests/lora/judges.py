@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,15 @@ from tests import fixtures
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """PEFT calls what transformers has deprecated, and says that it saves a head beside its adapter."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers.*")
+        warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
+        yield
+
+
 def base_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of `folder`, written there first if it is not; eager attention, evaluation mode."""
     if not (folder / "config.json").exists():
@@ -27,7 +38,8 @@ def base_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 def peft_model(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 3, **settings: Any) -> Any:
     """A PEFT model whose B is random too, so that the adapter does something."""
     config = LoraConfig(**({"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "task_type": "CAUSAL_LM"} | settings))
-    model = get_peft_model(base_model(folder, dtype), config)
+    with quiet():
+        model = get_peft_model(base_model(folder, dtype), config)
     randomise(model, seed)
     return model
 
@@ -42,8 +54,9 @@ def randomise(model: nn.Module, seed: int = 3) -> None:
 
 def open_in_peft(base: Path, adapter: Path, **settings: Any) -> Any:
     """PeftModel.from_pretrained, which must find every adapter tensor and no other."""
-    model = PeftModel.from_pretrained(base_model(base), str(adapter), **settings)
-    result = model.load_adapter(str(adapter), adapter_name="again")
+    with quiet():
+        model = PeftModel.from_pretrained(base_model(base), str(adapter), **settings)
+        result = model.load_adapter(str(adapter), adapter_name="again")
     assert not [key for key in result.missing_keys if "lora_" in key]
     assert not result.unexpected_keys
     model.set_adapter("default")
