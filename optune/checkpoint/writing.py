@@ -1,0 +1,136 @@
+"""Writing one checkpoint: aside, synced, summed up, renamed. Until the rename there is nothing under its name."""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from optune import files
+from optune.checkpoint.folders import clear_leftovers, list_checkpoints
+from optune.checkpoint.manifest import MANIFEST, PROGRESS, folder_name, write_manifest
+from optune.checkpoint.optimizer_state import Parameters, pack_optimizer, write_optimizer
+from optune.checkpoint.progress import progress_bytes
+from optune.errors import CheckpointError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def save(
+    run_dir: Path,
+    *,
+    step: int,
+    write_model: Callable[[Path], None],
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Parameters,
+    progress: Mapping[str, Any],
+    known_nonfinite: Mapping[str, int] | None = None,
+) -> Path:
+    """Write `checkpoints/step-<step>/` of the run in `run_dir` and return it. It appears only when it is whole.
+
+    `write_model(folder)` writes the model files; the rest is written here. `progress` is what `progress.json` holds
+    beside the step and the versions. `named_parameters` are the model's; master weights that the optimizer holds in
+    their place are found and saved. `known_nonfinite` says how many values of a parameter were not finite to begin with
+    (see `count_nonfinite`).
+
+    Raises `CheckpointError` when weights have become infinite or NaN, when the state cannot be written, and when the
+    disk refuses; earlier checkpoints are not touched then, and nothing half-written stays.
+    """
+    parameters = dict(named_parameters)
+    refuse_nonfinite(run_dir, step, parameters, known_nonfinite)
+    rest, tensors = pack_optimizer(optimizer, parameters)
+    return write_checkpoint(run_dir, step, write_model, rest, tensors, progress)
+
+
+def write_checkpoint(
+    run_dir: Path,
+    step: int,
+    write_model: Callable[[Path], None],
+    rest: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    progress: Mapping[str, Any],
+) -> Path:
+    """`save` after the state has been taken apart: what may run in the background."""
+    target = run_dir / "checkpoints" / folder_name(step)
+    aside = target.with_name(f"{files.ASIDE}{target.name}")
+    try:
+        clear_leftovers(run_dir)
+        write_folder(aside, step, write_model, rest, tensors, progress)
+        files.replace_folder(aside, target)
+    except (OSError, SafetensorError) as error:
+        raise _write_error(run_dir, target, error) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def write_folder(
+    folder: Path,
+    step: int,
+    write_model: Callable[[Path], None],
+    rest: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    progress: Mapping[str, Any],
+) -> int:
+    """Fill `folder` with all files of a checkpoint, manifest last, all of it on the disk. Returns its size in bytes."""
+    (folder / "optune").mkdir(parents=True)
+    write_model(folder)
+    if not any(path.is_file() for path in folder.iterdir()):
+        raise CheckpointError("no model file was written", where=str(folder))
+    write_optimizer(folder, rest, tensors)
+    (folder / PROGRESS).write_bytes(progress_bytes(step, progress))
+    # safetensors makes files for the owner alone; the others have the mode that the user's umask gives.
+    mode = (folder / PROGRESS).stat().st_mode & 0o777
+    for path in files.walk(folder):
+        path.chmod(mode)
+    files.sync_tree(folder)
+    return write_manifest(folder) + (folder / MANIFEST).stat().st_size
+
+
+def _write_error(run_dir: Path, target: Path, error: Exception) -> CheckpointError:
+    cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    earlier = [folder.name for folder in list_checkpoints(run_dir) if folder != target]
+    hint = f"earlier checkpoints are as they were ({', '.join(earlier)})" if earlier else "there is no earlier one"
+    if getattr(error, "errno", None) in _FULL or any(f"os error {number}" in str(error) for number in _FULL):
+        free = files.format_bytes(shutil.disk_usage(run_dir).free)
+        hint = f"{free} are free there; make room, or lower checkpoint.keep_last; {hint}"
+    return CheckpointError(f"the checkpoint could not be written: {cause}", where=str(target), hint=hint)
+
+
+def count_nonfinite(named_parameters: Parameters) -> dict[str, int]:
+    """How many values of each parameter are infinite or NaN; parameters without any are left out."""
+    counts = {}
+    for name, parameter in dict(named_parameters).items():
+        values = parameter.detach()
+        if values.numel() == 0 or not values.is_floating_point():
+            continue
+        # The extremes carry every NaN and infinity, and need no second tensor of the parameter's size.
+        if not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(values)):
+            counts[name] = int((~torch.isfinite(values)).sum())
+    return counts
+
+
+def refuse_nonfinite(
+    run_dir: Path, step: int, parameters: Mapping[str, Tensor], known: Mapping[str, int] | None
+) -> None:
+    """Raise `CheckpointError` when a parameter has more values that are not finite than `known` says."""
+    known = known or {}
+    broken = {name: count for name, count in count_nonfinite(parameters).items() if count > known.get(name, 0)}
+    if not broken:
+        return
+    listed = ", ".join(f"{name} ({count} values)" for name, count in list(broken.items())[:5])
+    more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
+    earlier = list_checkpoints(run_dir)
+    hint = f"the last good checkpoint is {earlier[-1]}; lower optimizer.lr or set max_grad_norm, then resume"
+    raise CheckpointError(
+        f"weights are not finite, so they are not saved: {listed}{more}",
+        where=f"step {step}",
+        hint=hint if earlier else "lower optimizer.lr or set max_grad_norm",
+    )
