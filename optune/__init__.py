@@ -4,27 +4,51 @@
 typo refused, before torch is imported.
 """
 
-import importlib.util
-import sys
+import importlib
 from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = ("checkpoint", "data", "distributed", "generation", "lora", "loss", "metrics", "models", "optim", "run_folder", "train")
+_NOUNS = (
+    "checkpoint",
+    "data",
+    "distributed",
+    "export",
+    "generation",
+    "lora",
+    "loss",
+    "metrics",
+    "models",
+    "optim",
+    "run_folder",
+    "session",
+    "train",
+)
+
+
+class _Unread(ModuleType):
+    """Stands for a submodule until one of its names is used.
+
+    Not `importlib.util.LazyLoader`: that puts the unread module into `sys.modules`, where anything that looks through
+    all modules (`inspect` does, while torch is imported) reads it at a moment when it cannot be read.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(importlib.import_module(self.__name__), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(importlib.import_module(self.__name__), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(importlib.import_module(self.__name__))
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name not in _LAZY:
+    # Python sets the attribute to the module itself when it is imported, so this is asked only before that.
+    if name not in _NOUNS:
         raise AttributeError(f"module 'optune' has no attribute {name!r}")
-    full_name = f"{__name__}.{name}"
-    if full_name in sys.modules:
-        return sys.modules[full_name]
-    spec = importlib.util.find_spec(full_name)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"optune.{name} is missing from this installation")
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[full_name] = module
-    spec.loader.exec_module(module)
-    globals()[name] = module
-    return module
+    return _Unread(f"{__name__}.{name}")
