@@ -29,9 +29,10 @@ ALLOWED = {
     "files": set[str](),
     "config": {"errors"},
     "breadth_first": BASE | {"loss", "optim"},
+    "export": BASE | {"models", "lora"},
     "train": BASE | {"loss", "optim", "breadth_first"},
 }
-"""Parts whose rule is not the peers' rule. Peers (data, models, lora, loss, …) import `BASE` alone."""
+"""Parts whose rule is not the peers' rule: `train` and `export` stand above the peers (data, models, lora, loss, …)."""
 
 _LIGHT = {"__init__", "config", "errors"}
 LIGHT = [
