@@ -1,23 +1,30 @@
 """Config: the sections that every recipe reads, and `load`, which checks a file and overrides against them.
 
-The rules a user meets stand in docs/configuration.md. Nothing here imports torch before a config is otherwise right.
+The rules a user meets stand in docs/configuration.md. A name is read from its file when it is first used: `optune ls`
+must not wait for a YAML reader, and nothing here imports torch before a config is otherwise right.
 """
 
-from optune.config.emit import to_dict, to_yaml
-from optune.config.loading import load
-from optune.config.options import option
-from optune.config.paths import looks_like_path
-from optune.config.problems import ConfigProblemsError
-from optune.config.sections import (
-    CheckpointSection,
-    DataSection,
-    DataSource,
-    LoraSection,
-    ModelSection,
-    RunConfig,
-    ScheduleSection,
-)
-from optune.config.targets import resolve_target
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optune.config.emit import to_dict, to_yaml
+    from optune.config.loading import load
+    from optune.config.options import option
+    from optune.config.paths import looks_like_path
+    from optune.config.problems import ConfigProblemsError
+    from optune.config.sections import (
+        CheckpointSection,
+        DataSection,
+        DataSource,
+        LoraSection,
+        ModelSection,
+        RunConfig,
+        ScheduleSection,
+    )
+    from optune.config.targets import resolve_target
 
 __all__ = [
     "CheckpointSection",
@@ -35,3 +42,21 @@ __all__ = [
     "to_dict",
     "to_yaml",
 ]
+
+_FILES = {
+    "to_dict": "emit",
+    "to_yaml": "emit",
+    "load": "loading",
+    "option": "options",
+    "looks_like_path": "paths",
+    "ConfigProblemsError": "problems",
+    "resolve_target": "targets",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'optune.config' has no attribute {name!r}")
+    module = importlib.import_module(f"optune.config.{_FILES.get(name, 'sections')}")
+    value = globals()[name] = getattr(module, name)
+    return value

@@ -119,12 +119,16 @@ def _scalar(value: Any, rules: Rules) -> str:
 
 def _text(text: str, rules: Rules) -> str:
     """A text, in quotes where bare characters would be read otherwise; what `load` would expand is escaped."""
-    if rules.is_path:
-        text = text.replace("$", "$$")
-    # OmegaConf reads `${`; a backslash keeps it a text, and backslashes in front of one count double.
-    text = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
+    text = _escape_expansions(text, rules.is_path)
     is_plain = _PLAIN.match(text) and not _TAKEN.match(text) and not _NUMERIC.match(text)
     return text if is_plain else _quote(text)
+
+
+def _escape_expansions(text: str, is_path: bool) -> str:
+    if is_path:
+        text = text.replace("$", "$$")
+    # OmegaConf reads `${`; a backslash keeps it a text, and backslashes in front of one count double.
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
 
 
 def _quote(text: str) -> str:
@@ -139,3 +143,11 @@ def _escape(character: str) -> str:
     if character.isprintable():
         return character
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def write_override(key: str, text: str, *, is_path: bool = False) -> str:
+    """`key='text'` as an override that gives `key` these very characters."""
+    escaped = _escape_expansions(text, is_path)
+    # Hydra's grammar: a quote is escaped by a backslash, and backslashes in front of a quote count double.
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), escaped)
+    return f"{key}='{escaped}'"

@@ -11,7 +11,7 @@ from typing import Any
 class Rules:
     """What a value must keep besides its type.
 
-    - `minimum`, `maximum`, `above`: bounds of a number (`above` is the open lower bound).
+    - `minimum`, `maximum`, `above`, `below`: bounds of a number; the last two are not reached.
     - `is_path`: a text that names a place on disk; `~` and environment variables expand.
     - `target`: a mapping may name a class by `_target_`; the text says what kind of class it must be.
     - `numbers`: bounds of entries in a free mapping, such as `lr` in `optimizer`.
@@ -21,6 +21,7 @@ class Rules:
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
+    below: float | None = None
     is_path: bool = False
     target: str | None = None
     numbers: dict[str, Rules] | None = None

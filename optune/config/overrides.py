@@ -234,3 +234,15 @@ def _place(node: Node | None, override: Override, path: str) -> Node | None:
             hint=f"write {override.where.lstrip('+')}",
         )
     return value if node is None else merge(node, value)
+
+
+def spell(node: Node) -> str:
+    """A value as it is written in an override."""
+    if isinstance(node, Sequence):
+        return "[" + ",".join(spell(item) for item in node.items) + "]"
+    if isinstance(node, Mapping):
+        return "{" + ",".join(f"{key}:{spell(item)}" for key, item in node.entries.items()) + "}"
+    if not node.quoted:
+        return node.text
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), node.text)
+    return f"'{escaped}'"

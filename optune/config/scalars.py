@@ -78,6 +78,8 @@ def _bounded(noun: str, rules: Rules, nullable: bool) -> str:
         bounds.append(f"of at most {rules.maximum:g}")
     if rules.above is not None:
         bounds.append(f"above {rules.above:g}")
+    if rules.below is not None:
+        bounds.append(f"and below {rules.below:g}" if bounds else f"below {rules.below:g}")
     return " ".join([noun, *bounds]) + (" or null" if nullable else "")
 
 
@@ -85,6 +87,7 @@ def _check_bounds(number: float, scalar: Scalar, rules: Rules, wants: str) -> fl
     outside = (
         (rules.minimum is not None and number < rules.minimum)
         or (rules.above is not None and number <= rules.above)
+        or (rules.below is not None and number >= rules.below)
         or (rules.maximum is not None and number > rules.maximum)
     )
     if outside:

@@ -103,7 +103,7 @@ class LoraSection:
 
     rank: int = option(8, minimum=1)
     alpha: float = option(16.0, above=0)
-    dropout: float = option(0.0, minimum=0, maximum=1)
+    dropout: float = option(0.0, minimum=0, below=1)
     targets: list[str] = option(["q_proj", "k_proj", "v_proj", "o_proj"], not_empty=True)
     use_rslora: bool = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +23,11 @@ class Shipped:
         return self.path.suffix == ".py"
 
     def describe(self) -> str:
-        """Its first line of prose."""
+        """Its first sentence, as far as it stands on one line."""
         for line in self.path.read_text(encoding="utf-8").splitlines():
             text = line.strip().lstrip("#").strip().strip('"').strip()
-            if text and not text.startswith("!"):
-                return text
+            if text and not text.startswith(("!", "optune run ")):
+                return re.split(r"(?<=\.)\s|[:,]$", text)[0]
         return ""
 
 

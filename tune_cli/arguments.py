@@ -1,0 +1,56 @@
+"""Arguments of a command: options anywhere, the other words in order, errors like all our errors."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from optune.config.problems import suggest
+from optune.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes options; the words between them come back in order, because `key=value` may stand anywhere."""
+
+    def __init__(self, command: str, usage: str, description: str) -> None:
+        super().__init__(
+            prog=f"optune {command}",
+            usage=f"optune {command} {usage}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.command = command
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"optune {self.command}: {message}", hint=f"usage: {self.usage}")
+
+    def split(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The options and the other words. Raises ConfigError for an option that does not exist."""
+        words, rest = _split_at_dashes(words)
+        options, others = self.parse_known_args(words)
+        for word in others:
+            if word.startswith("-") and word != "-":
+                name = word.split("=")[0]
+                known = [option for action in self._actions for option in action.option_strings]
+                raise ConfigError(
+                    f"optune {self.command} has no option {name!r}",
+                    hint=suggest(name, known) or f"usage: {self.usage}",
+                )
+        return options, others + rest
+
+    def take(self, words: list[str], *names: str, optional: int = 0) -> list[str]:
+        """Checks that as many words came as there are `names`, of which the last `optional` may be left out."""
+        if len(words) < len(names) - optional:
+            self.error(f"{names[len(words)]} is missing")
+        if len(words) > len(names):
+            self.error(f"{words[len(names)]!r} is one word too many")
+        return words
+
+
+def _split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before and after `--`."""
+    listed = list(words)
+    end = listed.index("--") if "--" in listed else len(listed)
+    return listed[:end], listed[end + 1 :]

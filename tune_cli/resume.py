@@ -1,0 +1,57 @@
+"""`optune resume RUN_DIR [key=value …]`: goes on with the recipe and config that a run folder holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from optune.config.emit import RECIPE_LINE, write_override
+from optune.errors import ConfigError
+from tune_cli.arguments import Parser
+from tune_cli.launch import launch, split_launch_options
+from tune_cli.recipes import load_recipe
+from tune_cli.run import Request, add_allow_target, train
+
+USAGE = "[torchrun options] RUN_DIR [key=value …]"
+DESCRIPTION = """Goes on from the newest whole checkpoint in RUN_DIR, with the recipe and config that the folder holds.
+`key=value` changes the config, as in `optune run`; torchrun options stand before RUN_DIR."""
+
+
+def run(words: list[str]) -> int:
+    """Reads the run folder, checks the config, trains."""
+    parser = Parser("resume", USAGE, DESCRIPTION)
+    parser.add_argument("--recipe", metavar="RECIPE", help="the recipe, where its file has moved since the run began")
+    add_allow_target(parser)
+    launch_words, rest = split_launch_options(words, parser)
+    options, others = parser.split(rest)
+    if not others or "=" in others[0]:
+        parser.error("RUN_DIR is missing")
+    folder = Path(others[0]).expanduser()
+    config = find_saved_config(folder)
+    recipe = load_recipe(options.recipe or read_recipe_name(config))
+    resumed = [write_override("resume", "auto"), write_override("output_dir", str(folder), is_path=True)]
+    request = Request(recipe, config, [*resumed, *others[1:]], options.allow_target)
+    cfg = request.load()
+    if launch_words:
+        return launch(launch_words, ["resume", *rest])
+    return train(recipe, cfg)
+
+
+def find_saved_config(folder: Path) -> Path:
+    """The config in a run folder."""
+    config = folder / "config.yaml"
+    if config.is_file():
+        return config
+    problem = "is not a run folder: it holds no config.yaml" if folder.is_dir() else "there is no such folder"
+    raise ConfigError(problem, where=str(folder.absolute()), hint="RUN_DIR is the output_dir of a run")
+
+
+def read_recipe_name(config: Path) -> str:
+    """The recipe that a saved config names in its first line."""
+    first = config.read_text(encoding="utf-8-sig").partition("\n")[0].strip()
+    if not first.startswith(RECIPE_LINE.strip()):
+        raise ConfigError(
+            f"its first line does not name a recipe (`{RECIPE_LINE}full_finetune`)",
+            where=str(config.absolute()),
+            hint="name it with --recipe",
+        )
+    return first.removeprefix(RECIPE_LINE.strip()).strip()

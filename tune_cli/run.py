@@ -1,0 +1,87 @@
+"""`optune run RECIPE --config CONFIG [key=value …]`: trains."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tune_cli.arguments import Parser
+from tune_cli.launch import launch, split_launch_options
+from tune_cli.recipes import Recipe, find_config, load_recipe
+
+USAGE = "[torchrun options] RECIPE --config CONFIG [key=value …]"
+DESCRIPTION = """\
+Trains. RECIPE is a shipped name (`optune ls` lists them) or the path of a .py file, CONFIG a shipped name or the path
+of a .yaml file. key=value overrides the config, in Hydra's grammar: optimizer.lr=1e-5, data.train=[a.jsonl,b.jsonl].
+Options before RECIPE that optune does not know go to torchrun: --nproc-per-node 2, --nnodes 2, --rdzv-endpoint …"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for: a recipe, a config file, and what changes it."""
+
+    recipe: Recipe
+    config: Path
+    overrides: list[str]
+    allow_targets: list[str]
+
+    def load(self, extra: Sequence[str] = ()) -> Any:
+        """The checked config, with `extra` overrides."""
+        from optune.config import load
+
+        return load(self.recipe.schema, self.config, [*self.overrides, *extra], allow_targets=self.allow_targets)
+
+
+def run(words: list[str]) -> int:
+    """Checks the config, then trains: here, or in the workers that the torchrun options ask for."""
+    parser = make_parser("run", USAGE, DESCRIPTION)
+    parser.add_argument("--multirun", action="store_true", help="run every combination of key=a,b,c one after another")
+    launch_words, rest = split_launch_options(words, parser)
+    options, others = parser.split(rest)
+    request = read_request(parser, options, others)
+    if options.multirun:
+        from tune_cli.multirun import run_grid
+
+        return run_grid(request, launch_words)
+    cfg = request.load()
+    if launch_words:
+        return launch(launch_words, ["run", *rest])
+    return train(request.recipe, cfg)
+
+
+def make_parser(command: str, usage: str, description: str) -> Parser:
+    """A parser with the options that every command about a config has."""
+    parser = Parser(command, usage, description)
+    parser.add_argument("--config", metavar="CONFIG", help="a shipped name or the path of a .yaml file")
+    add_allow_target(parser)
+    return parser
+
+
+def add_allow_target(parser: argparse.ArgumentParser) -> None:
+    """`--allow-target`: only ever on the command line, so that a config from a stranger cannot run code."""
+    parser.add_argument(
+        "--allow-target",
+        metavar="PACKAGE",
+        action="append",
+        default=[],
+        help="let _target_ name things in PACKAGE too; its code will run",
+    )
+
+
+def read_request(parser: Parser, options: argparse.Namespace, others: list[str]) -> Request:
+    """RECIPE, --config and overrides of a command line."""
+    if not others or "=" in others[0]:
+        parser.error("RECIPE is missing")
+    if options.config is None:
+        parser.error("--config is missing")
+    config = find_config(options.config)
+    return Request(load_recipe(others[0]), config, others[1:], options.allow_target)
+
+
+def train(recipe: Recipe, cfg: Any) -> int:
+    """Runs the recipe; a recipe that returns a number means an exit code."""
+    result = recipe.main(cfg)
+    return result if isinstance(result, int) else 0
