@@ -1,0 +1,224 @@
+"""Batches as a pure function of (seed, step): nothing is consumed, so any step can be asked for at any time.
+
+Words: a *unit* is what fills one place in a batch, a row or with packing a pack. A step takes `batch_size x
+gradient_accumulation_steps x world_size` units of the epoch's order; the last step of an epoch takes what is left.
+Global microbatch m of a step holds units `m x batch_size x world_size` and on, and each rank takes its slice of it, so
+the order of rows does not depend on the number of processes.
+
+Shapes: B units, T positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from optune.data.packing import assign_packs, group_packs
+from optune.data.rows import Row, Rows
+from optune.errors import DataError
+from optune.types import IGNORE, Microbatch
+
+
+def build_batches(
+    rows: Rows,
+    *,
+    batch_size: int,
+    gradient_accumulation_steps: int = 1,
+    shuffle: bool = True,
+    packing: bool = False,
+    max_length: int | None = None,
+    pad_id: int = 0,
+    seed: int = 0,
+    world_size: int = 1,
+    pad_to_multiple: int = 1,
+) -> Batches:
+    """Batches over `rows`, without end: after an epoch comes the next, with an order of its own where `shuffle`.
+
+    `max_length` is the length of a pack and only needed with `packing`. Sequences are padded on the right with `pad_id`
+    to the longest of their microbatch, and on to a multiple of `pad_to_multiple`. Raises DataError for no rows, or for
+    a row that is longer than a pack.
+    """
+    if not len(rows):
+        raise DataError("there are no rows to make batches of")
+    packs = None
+    if packing:
+        if max_length is None:
+            raise DataError("packing needs a length for the packs", where="data.max_length")
+        lengths = rows.lengths
+        if lengths.max() > max_length:
+            row = rows[int(lengths.argmax())]
+            raise DataError(f"{len(row.tokens)} tokens do not fit into a pack of {max_length}", where=row.where)
+        packs = assign_packs(-np.sort(-lengths), max_length)
+    return Batches(
+        rows,
+        batch_size,
+        gradient_accumulation_steps,
+        shuffle,
+        packs,
+        max_length,
+        pad_id,
+        seed,
+        world_size,
+        pad_to_multiple,
+    )
+
+
+def build_validation_batches(
+    rows: Rows, batch_size: int, *, pad_id: int = 0, world_size: int = 1, rank: int = 0
+) -> list[Microbatch]:
+    """Every row once, in file order, padded; each rank gets its slices and as many microbatches as the others."""
+    steps = math.ceil(len(rows) / (batch_size * world_size))
+    batches = build_batches(rows, batch_size=batch_size, shuffle=False, pad_id=pad_id, world_size=world_size)
+    return [microbatch for step in range(steps) for microbatch in batches.microbatches(step, rank)]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """See `build_batches`. Steps are counted from 0 over all epochs."""
+
+    rows: Rows
+    batch_size: int
+    gradient_accumulation_steps: int
+    shuffle: bool
+    packs: np.ndarray | None
+    max_length: int | None
+    pad_id: int
+    seed: int
+    world_size: int
+    pad_to_multiple: int
+    _orders: dict[int, Sequence[np.ndarray]] = field(default_factory=dict, repr=False)
+
+    @property
+    def units(self) -> int:
+        """Rows, or packs, of an epoch."""
+        return len(self.rows) if self.packs is None else int(self.packs.max()) + 1
+
+    @property
+    def units_per_step(self) -> int:
+        return self.batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The last one may be smaller."""
+        return math.ceil(self.units / self.units_per_step)
+
+    @property
+    def fill(self) -> float:
+        """The share of the packs' positions that hold a token; 1 without packing."""
+        return 1.0 if self.packs is None else len(self.rows.tokens) / (self.units * (self.max_length or 1))
+
+    def epoch(self, step: int) -> float:
+        """Epochs that are finished once `step` steps are done."""
+        whole, steps = divmod(step, self.steps_per_epoch)
+        return whole + steps * self.units_per_step / self.units
+
+    def microbatches(self, step: int, rank: int = 0) -> list[Microbatch]:
+        """The microbatches of a step for one rank; every rank has as many of them.
+
+        A rank whose slice is empty in the last step of an epoch gets a microbatch of one padding position and no row.
+        """
+        epoch, window = divmod(step, self.steps_per_epoch)
+        units = self._order(epoch)[window * self.units_per_step : (window + 1) * self.units_per_step]
+        per_microbatch = self.batch_size * self.world_size
+        return [
+            self._collate(units[start + rank * self.batch_size : start + (rank + 1) * self.batch_size])
+            if start + rank * self.batch_size < len(units)
+            else self._empty()
+            for start in range(0, len(units), per_microbatch)
+        ]
+
+    def fingerprint(self) -> str:
+        """sha256 over the rows and all that decides which rows a step trains. The split of a step into microbatches and
+        ranks is not part of it, so a run may go on with another one as long as the step holds as many rows."""
+        options = {
+            "rows": self.rows.fingerprint(),
+            "units_per_step": self.units_per_step,
+            "shuffle": self.shuffle,
+            "seed": self.seed if self.shuffle else None,
+            "pack_length": None if self.packs is None else self.max_length,
+        }
+        return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+
+    def _order(self, epoch: int) -> Sequence[np.ndarray]:
+        """The rows of each unit in the order of an epoch."""
+        if epoch not in self._orders:
+            # Two epochs are enough for a loop that looks one step ahead.
+            while len(self._orders) > 1:
+                self._orders.pop(next(iter(self._orders)))
+            count = len(self.rows)
+            order = permute(count, self.seed, epoch) if self.shuffle else np.arange(count)
+            if self.packs is None:
+                self._orders[epoch] = order[:, None]  # pyright: ignore[reportArgumentType]
+            else:
+                pack_order = permute(self.units, self.seed, epoch, stream=1) if self.shuffle else None
+                self._orders[epoch] = group_packs(self.rows.lengths, self.packs, order, pack_order)
+        return self._orders[epoch]
+
+    def _collate(self, units: Sequence[np.ndarray]) -> Microbatch:
+        return collate(
+            [[self.rows[int(index)] for index in unit] for unit in units],
+            pad_id=self.pad_id,
+            is_packed=self.packs is not None,
+            has_weights=self.rows.weights is not None,
+            pad_to_multiple=self.pad_to_multiple,
+        )
+
+    def _empty(self) -> Microbatch:
+        return collate(
+            [[]], pad_id=self.pad_id, is_packed=self.packs is not None, has_weights=self.rows.weights is not None
+        )
+
+
+def permute(count: int, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
+    """A permutation of `count` numbers that depends on (seed, epoch, stream) alone.
+
+    Made from Philox's raw numbers, which numpy keeps the same in all versions (NEP 19), unlike its `permutation`.
+    """
+    key = np.array([seed % 2**64, epoch], np.uint64)
+    generator = np.random.Philox(key=key, counter=np.array([0, 0, 0, stream], np.uint64))
+    return np.argsort(generator.random_raw(count), kind="stable")
+
+
+def collate(
+    units: Sequence[Sequence[Row]], *, pad_id: int, is_packed: bool, has_weights: bool = False, pad_to_multiple: int = 1
+) -> Microbatch:
+    """One microbatch of `units`, each a list of rows that stand behind one another in one sequence.
+
+    Labels are shifted inside each row, so the last position of a row has none and nothing is trained across a seam.
+    With `is_packed`, positions restart in each row and `documents_BT` numbers the rows, padding being one more.
+    """
+    totals = [sum(len(row.tokens) for row in unit) for unit in units]
+    width = max(1, math.ceil(max(totals) / pad_to_multiple) * pad_to_multiple)
+    tokens_BT = np.full((len(units), width), pad_id, np.int64)
+    labels_BT = np.full((len(units), width), IGNORE, np.int64)
+    positions_BT = np.tile(np.arange(width), (len(units), 1))
+    documents_BT = np.zeros((len(units), width), np.int64)
+    weights_BT = np.zeros((len(units), width), np.float32)
+    for index, unit in enumerate(units):
+        start = 0
+        for number, row in enumerate(unit):
+            end = start + len(row.tokens)
+            tokens_BT[index, start:end] = row.tokens
+            labels_BT[index, start : end - 1] = np.where(row.trained[1:], row.tokens[1:], IGNORE)
+            positions_BT[index, start:end] = np.arange(end - start)
+            documents_BT[index, start:end] = number
+            weights_BT[index, start : end - 1] = 1 if row.weights is None else row.weights[1:]
+            start = end
+        documents_BT[index, start:] = len(unit)
+        if is_packed:
+            positions_BT[index, start:] = np.arange(width - start)
+    return Microbatch(
+        tokens_BT=torch.from_numpy(tokens_BT),
+        labels_BT=torch.from_numpy(labels_BT),
+        positions_BT=torch.from_numpy(positions_BT),
+        documents_BT=torch.from_numpy(documents_BT) if is_packed else None,
+        weights_BT=torch.from_numpy(weights_BT) if has_weights else None,
+        num_tokens=sum(totals),
+        rows=tuple(row.where for unit in units for row in unit),
+    )

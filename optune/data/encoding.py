@@ -1,0 +1,156 @@
+"""From traced text to token ids, and from characters to the tokens that are trained.
+
+A text is encoded once and whole, never in pieces, because tokens depend on their neighbours. The rule at a boundary: a
+token belongs to a span when it covers at least one character of it. At the end of an answer stands a control token,
+which is always a token of its own, so nothing straddles there; at the start a tokenizer that joins a space to the
+following word counts the space with the word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import tokenizers
+
+from optune.data.control import PlainText
+from optune.data.spans import Answer
+from optune.data.traced import Traced, plain
+
+TrainOn = Literal["assistant", "last_assistant", "all"]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row as tokens, before it is cut to length.
+
+    - `tokens` int32 and `trained` bool, of the same length; `trained[t]` says that token t is to be predicted.
+    - `weights` float32 of the same length, or None where every trained token counts 1.
+    - `locate(start, end)`: first and one-past-last token that cover characters of the text; equal where none does.
+    - `begins`: whether the first token is a BOS, written or put.
+    - `forged`, `stuck`: markers inside messages; `stuck` ones could not be encoded as text.
+    """
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    weights: np.ndarray | None = None
+    locate: Callable[[int, int], tuple[int, int]] | None = None
+    begins: bool = False
+    forged: int = 0
+    stuck: int = 0
+
+
+def encode(
+    texts: Sequence[Traced],
+    backend: tokenizers.Tokenizer,
+    plain_text: PlainText,
+    *,
+    bos_id: int | None,
+    parse_special: bool = False,
+) -> list[Encoded]:
+    """Each text as one encoding, in parallel over the texts.
+
+    `bos_id`: put in front where the text does not begin with it already. `parse_special`: markers inside messages
+    become control tokens; otherwise they stay text.
+    """
+    forged = [0 if parse_special else plain_text.find_forged(text) for text in texts]
+    ordinary = [plain(text) for text, count in zip(texts, forged, strict=True) if not count]
+    # A chunk of one is encoded without waking the thread pool.
+    encodings = iter(backend.encode_batch(ordinary, add_special_tokens=False) if ordinary else [])
+    rows = []
+    for text, count in zip(texts, forged, strict=True):
+        if count:
+            tokens, offsets, stuck = plain_text.encode(text)
+            rows.append(_finish(tokens, _locate_by_offsets(offsets), bos_id, count, stuck))
+        else:
+            encoding = next(encodings)
+            rows.append(_finish(np.array(encoding.ids, np.int32), _locate_by_encoding(encoding), bos_id))
+    return rows
+
+
+def mark_answers(
+    encoded: Encoded, answers: Sequence[Answer], messages: Sequence[dict[str, Any]], train_on: TrainOn
+) -> Encoded:
+    """The row with its targets: the answers, the last one, or everything; `weight` of a message scales its answer."""
+    if train_on == "last_assistant":
+        answers = answers[-1:]
+    trained = np.full(len(encoded.tokens), train_on == "all")
+    weights = np.ones(len(encoded.tokens), np.float32)
+    assert encoded.locate is not None
+    for answer in answers:
+        first, stop = encoded.locate(answer.start, answer.end)
+        weight = messages[answer.message].get("weight", 1)
+        trained[first:stop] = weight > 0
+        weights[first:stop] = weight
+    return _with_targets(encoded, trained, weights)
+
+
+def mark_spans(encoded: Encoded, spans: Sequence[tuple[int, int]], end_id: int | None) -> Encoded:
+    """The row with the characters of `spans` as targets, and `end_id` put behind it as one more where it is given."""
+    trained = np.zeros(len(encoded.tokens), bool)
+    assert encoded.locate is not None
+    for start, end in spans:
+        first, stop = encoded.locate(start, end)
+        trained[first:stop] = True
+    if end_id is not None and not (len(encoded.tokens) and encoded.tokens[-1] == end_id):
+        encoded = dataclasses.replace(encoded, tokens=np.append(encoded.tokens, np.int32(end_id)))
+        trained = np.append(trained, True)
+    return _with_targets(encoded, trained, None)
+
+
+def _with_targets(encoded: Encoded, trained: np.ndarray, weights: np.ndarray | None) -> Encoded:
+    # Nothing stands in front of the first token that could predict it.
+    trained[:1] = False
+    if weights is not None and np.all(weights[trained] == 1):
+        weights = None
+    return dataclasses.replace(encoded, trained=trained, weights=weights)
+
+
+def _finish(
+    tokens: np.ndarray,
+    locate: Callable[[int, int], tuple[int, int]],
+    bos_id: int | None,
+    forged: int = 0,
+    stuck: int = 0,
+) -> Encoded:
+    begins = bos_id is not None and len(tokens) > 0 and tokens[0] == bos_id
+    if bos_id is not None and not begins:
+        tokens = np.concatenate([np.array([bos_id], np.int32), tokens])
+
+        def shifted(start: int, end: int) -> tuple[int, int]:
+            first, stop = locate(start, end)
+            return first + 1, stop + 1
+
+        return Encoded(tokens, np.zeros(len(tokens), bool), None, shifted, True, forged, stuck)
+    return Encoded(tokens, np.zeros(len(tokens), bool), None, locate, bool(begins), forged, stuck)
+
+
+def _locate_by_encoding(encoding: tokenizers.Encoding) -> Callable[[int, int], tuple[int, int]]:
+    """Asks the encoding about the few characters at the boundaries; its list of all offsets is slow to copy."""
+
+    def locate(start: int, end: int) -> tuple[int, int]:
+        token_at = encoding.char_to_token
+        first = next((t for place in range(start, end) if (t := token_at(place)) is not None), None)
+        if first is None:
+            return 0, 0
+        last = next(t for place in range(end - 1, start - 1, -1) if (t := token_at(place)) is not None)
+        # A character of several bytes may be several tokens.
+        while last + 1 < len(encoding) and encoding.token_to_chars(last + 1)[0] < end:  # pyright: ignore[reportOptionalSubscript]
+            last += 1
+        return first, last + 1
+
+    return locate
+
+
+def _locate_by_offsets(offsets: list[tuple[int, int]]) -> Callable[[int, int], tuple[int, int]]:
+    starts = np.array([start for start, _ in offsets])
+    ends = np.array([end for _, end in offsets])
+
+    def locate(start: int, end: int) -> tuple[int, int]:
+        first = int(np.searchsorted(ends, start, side="right"))
+        return first, max(first, int(np.searchsorted(starts, end, side="left")))
+
+    return locate

@@ -1,0 +1,130 @@
+"""Rows as tokens, kept in a few flat arrays, and the report of how they came about."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from optune.data.sources import name_rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: `tokens` int32, `trained` bool (this token is to be predicted; never the first), `weights` float32 or
+    None (every target counts 1), all of the same length; `where` is its `file:line`."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    where: str
+    weights: np.ndarray | None = None
+
+
+@dataclass
+class Tally:
+    """How many rows something happened to, and where first."""
+
+    count: int = 0
+    where: list[str] = field(default_factory=list)
+
+    def add(self, where: str, count: int = 1, most: int = 3) -> None:
+        self.count += count
+        if len(self.where) < most:
+            self.where.append(where)
+
+
+@dataclass
+class Report:
+    """What was read and what became of it.
+
+    - `rows` read, `kept` of them; `skipped`: reason → tally.
+    - `notes`: what a person should know although the rows were kept → tally.
+    - `targets`, `tokens`: sums over the kept rows; `longest`: tokens of the longest one.
+    - `formats`: path → format, detected or given.
+    """
+
+    rows: int = 0
+    kept: int = 0
+    skipped: dict[str, Tally] = field(default_factory=dict)
+    notes: dict[str, Tally] = field(default_factory=dict)
+    targets: int = 0
+    tokens: int = 0
+    longest: int = 0
+    formats: dict[str, str] = field(default_factory=dict)
+
+    def skip(self, reason: str, where: str) -> None:
+        self.skipped.setdefault(reason, Tally()).add(where)
+
+    def note(self, what: str, where: str, count: int = 1) -> None:
+        """`count` rows of which `where` is the first."""
+        self.notes.setdefault(what, Tally()).add(where, count)
+
+    def skipped_lines(self) -> list[str]:
+        """`3 longer than max_length=64 (a.jsonl:1, a.jsonl:7, a.jsonl:9)`, one for each reason."""
+        return [
+            f"{tally.count} {reason} ({name_rows(tally.where, tally.count)})" for reason, tally in self.skipped.items()
+        ]
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        formats = ", ".join(dict.fromkeys(self.formats.values()))
+        total = f"{self.kept} of {self.rows} rows ({formats}), {self.targets} targets in {self.tokens} tokens"
+        return [
+            f"{total}, longest row {self.longest} tokens",
+            *(f"skipped: {line}" for line in self.skipped_lines()),
+            *(
+                f"note: {what}: {tally.count} ({name_rows(tally.where, tally.count)})"
+                for what, tally in self.notes.items()
+            ),
+        ]
+
+
+class Rows(Sequence[Row]):
+    """All rows of a run, `report` beside them.
+
+    The content is one array of tokens and one of flags for all rows, which can be hashed, stored and mapped as they
+    are: `tokens` int32, `trained` bool and `weights` float32 or None, row i standing at `starts[i]` to `starts[i + 1]`.
+    """
+
+    def __init__(self, rows: Sequence[Row], report: Report | None = None) -> None:
+        lengths = np.array([len(row.tokens) for row in rows], np.int64)
+        self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        self.tokens = np.concatenate([row.tokens for row in rows] or [np.zeros(0)]).astype(np.int32)
+        self.trained = np.concatenate([row.trained for row in rows] or [np.zeros(0)]).astype(bool)
+        self.weights: np.ndarray | None = None
+        if any(row.weights is not None for row in rows):
+            parts = [np.ones(len(row.tokens)) if row.weights is None else row.weights for row in rows]
+            self.weights = np.concatenate(parts).astype(np.float32)
+        self._where = [row.where for row in rows]
+        self.report = report or Report(rows=len(rows), kept=len(rows))
+        self.report.targets = int(self.trained.sum())
+        self.report.tokens = len(self.tokens)
+        self.report.longest = int(lengths.max(initial=0))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> Row:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Views into the flat arrays, not copies."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        span = slice(self.starts[index], self.starts[index + 1])
+        weights = None if self.weights is None else self.weights[span]
+        return Row(self.tokens[span], self.trained[span], self._where[index], weights)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, int64."""
+        return np.diff(self.starts)
+
+    def fingerprint(self) -> str:
+        """sha256 over tokens, targets and weights of all rows in order; not over where they stand."""
+        digest = hashlib.sha256()
+        for array in (self.starts, self.tokens, self.trained, self.weights):
+            if array is not None:
+                # Little-endian everywhere, so that a run may move to another machine.
+                digest.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).data)
+        return digest.hexdigest()

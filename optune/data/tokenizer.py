@@ -1,0 +1,190 @@
+"""A model's tokenizer and chat template, read from its folder with `tokenizers` and nothing else.
+
+Reads `tokenizer.json` (the vocabulary), `tokenizer_config.json` and `special_tokens_map.json` (which tokens begin, end
+and pad), and the chat templates in `chat_template.jinja`, `additional_chat_templates/`, `tokenizer_config.json` or
+`chat_template.json`. Where they disagree the order is that of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from optune.data.control import PlainText, compile_control, fence_markers
+from optune.data.encoding import Encoded, TrainOn, encode, mark_answers
+from optune.data.spans import Answer, AnswerFinder
+from optune.data.template import ChatTemplate
+from optune.data.tokenizer_files import (
+    Sources,
+    add_missing_tokens,
+    choose_template,
+    find_first_token,
+    read_backend,
+    read_json,
+    read_names,
+    read_templates,
+)
+from optune.data.traced import DATA, Traced, plain
+from optune.errors import DataError, ModelError
+
+
+def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of the model in `folder`; `chat_template` replaces the model's template (a file, or the name of one
+    of the model's own templates). Nothing is looked up on a network.
+
+    Raises ModelError where a file is missing or broken, DataError where the chat template is.
+    """
+    folder = Path(folder).expanduser().resolve()
+    backend = read_backend(folder)
+    settings = read_json(folder / "tokenizer_config.json")
+    names = read_names(folder, settings)
+    add_missing_tokens(backend, settings)
+    sources = read_templates(folder, settings)
+    if chat_template is not None:
+        sources = {"default": choose_template(chat_template, sources)}
+    return Tokenizer(folder, backend, names, sources, adds_bos=settings.get("add_bos_token"))
+
+
+class Tokenizer:
+    """Text to token ids and back, and conversations to token ids with the answers marked.
+
+    - `vocab_size`: the highest id that can occur, plus 1.
+    - `bos_id`, `eos_id`: None where the tokenizer has none. `adds_bos`: whether a text begins with BOS.
+    - `pad_id`: the pad token, else the end token, else 0; padding is told by its place, so any id does.
+    - `folder`: where the files are.
+    - `template_name`: the file of the chat template, None where there is none.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        backend: tokenizers.Tokenizer,
+        names: dict[str, str],
+        template_sources: Sources,
+        *,
+        adds_bos: bool | None = None,
+    ) -> None:
+        self.folder = folder
+        self.names = names
+        ids = {name: backend.token_to_id(token) for name, token in names.items()}
+        for name in ("bos_token", "eos_token"):
+            if name in names and ids[name] is None:
+                raise ModelError(
+                    f"{name} {names[name]!r} is not in the vocabulary", where=str(folder / "tokenizer_config.json")
+                )
+        self.eos_id: int | None = ids.get("eos_token")
+        first = find_first_token(backend)
+        self.bos_id: int | None = ids.get("bos_token", first)
+        self.adds_bos = self.bos_id is not None and (first == self.bos_id if adds_bos is None else adds_bos)
+        self.pad_id: int = next((i for i in (ids.get("pad_token"), self.eos_id) if i is not None), 0)
+        # BOS is put by `encode`, where the rendered text is known; offsets are wanted as they are.
+        backend.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._added = backend.get_added_tokens_decoder()
+        self.vocab_size = max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
+        self._backend = backend
+        self._templates = {
+            key: ChatTemplate(source, name=name, tokens=names) for key, (source, name) in template_sources.items()
+        }
+        self.template_name = next((template.name for template in self._templates.values()), None)
+        literals = "\0".join(template.literals for template in self._templates.values())
+        self.is_control = compile_control(self._added.values(), literals, names.get("eos_token"))
+        self._plain_text = PlainText(backend, self._added, self.is_control)
+        self._finders: dict[str, AnswerFinder] = {}
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of a text. `special=False`: the text alone, markers in it being plain text. `special=True`: markers
+        are control tokens, and the text begins with exactly one BOS where the tokenizer begins texts with one."""
+        traced = Traced(text) if special else Traced(text, ((len(text), DATA),))
+        return self.encode_traced([traced], begin=special)[0].tokens.tolist()
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """The text of token ids."""
+        return self._backend.decode([int(token) for token in ids], skip_special_tokens=skip_special)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def encode_traced(
+        self, texts: Sequence[Traced], *, begin: bool = True, parse_special: bool = False
+    ) -> list[Encoded]:
+        """Each text as one encoding, `begin` putting the BOS. No position is marked as trained."""
+        bos_id = self.bos_id if self.adds_bos and begin else None
+        return encode(texts, self._backend, self._plain_text, bos_id=bos_id, parse_special=parse_special)
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The conversation through the chat template, equal to transformers' `apply_chat_template(tokenize=False)`."""
+        template = self._choose(tools)
+        return plain(template.render(messages, tools, add_generation_prompt=add_generation_prompt))
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        train_on: TrainOn = "assistant",
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of the rendered conversation, and for each whether it is trained under `train_on`."""
+        traced = self.render_traced(messages, tools, add_generation_prompt=add_generation_prompt)
+        (encoded,) = self.encode_traced([traced])
+        if not add_generation_prompt:
+            encoded = mark_answers(encoded, self.find_answers(messages, tools, traced), messages, train_on)
+        return encoded.tokens.tolist(), encoded.trained.tolist()
+
+    def render_traced(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        *,
+        add_generation_prompt: bool = False,
+        parse_special: bool = False,
+    ) -> Traced:
+        """The rendered conversation with the origin of each character. A template that turns markers inside a message
+        into control tokens of its own is refused."""
+        template = self._choose(tools)
+        traced = template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        fenced = None if parse_special else fence_markers([list(messages), tools], self.is_control)
+        if fenced is not None:
+            other = template.render(*fenced, add_generation_prompt=add_generation_prompt)
+            if self._plain_text.leaks(other):
+                raise DataError(
+                    f"text of a control token in a message becomes a control token in {template.name}",
+                    hint="take the marker out of the row",
+                )
+        return traced
+
+    def find_answers(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, rendered: Traced
+    ) -> list[Answer]:
+        """The spans of the answers in what `render_traced` gave (see `spans.py`)."""
+        return self._finder(tools).find(messages, tools, rendered)
+
+    def end_ids(self, tools: Sequence[Any] | None = None) -> set[int]:
+        """The ids that end an answer: the end token, and the one that the chat template writes after an answer."""
+        tokens = self._finder(tools).end_tokens if self._templates else ()
+        return {i for i in (self.eos_id, *map(self._backend.token_to_id, tokens)) if i is not None}
+
+    def _finder(self, tools: Sequence[Any] | None) -> AnswerFinder:
+        template = self._choose(tools)
+        if template.name not in self._finders:
+            finder = AnswerFinder(template, end_token=self.names.get("eos_token"), is_control=self.is_control)
+            self._finders[template.name] = finder
+        return self._finders[template.name]
+
+    def _choose(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        if not self._templates:
+            raise DataError(
+                f"no chat template in {self.folder}",
+                hint="give one as data.chat_template, or use data.format completion or text",
+            )
+        if tools is not None and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        return self._templates.get("default") or next(iter(self._templates.values()))
