@@ -63,7 +63,9 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         chunks = _chunk_slices(len(labels_N), weight_VD.shape[0])
         for chunk in chunks:
             logits_CV = hidden_ND[chunk] @ weight_VD.T
-            loss, grad_logits_CV = _chunk_loss(logits_CV, labels_N[chunk], weights_N[chunk], needs_hidden or needs_weight)
+            loss, grad_logits_CV = _chunk_loss(
+                logits_CV, labels_N[chunk], weights_N[chunk], needs_hidden or needs_weight
+            )
             total += loss
             if grad_hidden_ND is not None:
                 torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_ND[chunk])
@@ -101,10 +103,8 @@ def _chunk_slices(num_targets: int, vocabulary: int) -> list[slice]:
     return [slice(start, min(start + size, num_targets)) for start in range(0, num_targets, size)]
 
 
-def _chunk_loss(
-    logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor, needs_grad: bool
-) -> tuple[Tensor, Tensor]:
-    """The weighted loss of a chunk and the gradient of its logits, (softmax − one-hot) × weight, in the logits' dtype."""
+def _chunk_loss(logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
+    """The weighted loss of a chunk and, in the logits' dtype, their gradient (softmax − one-hot) × weight."""
     dtype = logits_CV.dtype
     logits_CV = logits_CV.to(_accumulation_dtype(logits_CV))
     logsumexp_C = logits_CV.logsumexp(dim=1)

@@ -22,20 +22,28 @@ def make_case(dtype: torch.dtype, weighted: bool):
     labels_BT[0, :4] = IGNORE
     labels_BT[2] = IGNORE
     weights_BT = torch.rand(3, 7, dtype=torch.promote_types(dtype, torch.float32)) if weighted else None
-    microbatch = Microbatch(torch.zeros(3, 7, dtype=torch.long), labels_BT, torch.arange(7).expand(3, 7), weights_BT=weights_BT)
+    microbatch = Microbatch(
+        torch.zeros(3, 7, dtype=torch.long), labels_BT, torch.arange(7).expand(3, 7), weights_BT=weights_BT
+    )
     return hidden_BTD, microbatch
 
 
 def reference(model, hidden_BTD, microbatch):
     logits_BTV = model.lm_head(hidden_BTD).double()
-    losses = F.cross_entropy(logits_BTV.flatten(0, 1), microbatch.labels_BT.flatten(), ignore_index=IGNORE, reduction="none")
+    losses = F.cross_entropy(
+        logits_BTV.flatten(0, 1), microbatch.labels_BT.flatten(), ignore_index=IGNORE, reduction="none"
+    )
     return losses.sum() if microbatch.weights_BT is None else (losses * microbatch.weights_BT.flatten()).sum()
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 150, 2**24])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_loss_and_both_gradients_equal_torchs_for_any_chunk_size(monkeypatch, chunk_elements, weighted, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_loss_and_both_gradients_equal_torchs_for_any_chunk_size(
+    monkeypatch, chunk_elements, weighted, dtype, tolerance
+):
     monkeypatch.setattr(loss, "CHUNK_ELEMENTS", chunk_elements)
     model = Head(16, 50, dtype)
     hidden_BTD, microbatch = make_case(dtype, weighted)

@@ -1,0 +1,173 @@
+"""The training step: the invariants that every recipe shares.
+
+- Targets are counted over the whole step before the first backward, so the gradient that reaches a parameter has its
+  final scale whenever the optimizer steps.
+- Random numbers are a function of (seed, step, microbatch, rank), so a resumed run draws what the first one drew.
+- No branch here knows which stepper is at work.
+
+Shapes: B rows, T positions, D width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optune import breadth_first
+from optune.errors import ConfigError, TrainingError
+from optune.loss import Loss
+from optune.optim import Stepper
+from optune.types import Microbatch
+
+SumOverRanks = Callable[[Sequence[float]], list[float]]
+"""Adds each number over all processes."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did: `loss` is the mean over its targets (all microbatches, all ranks), `grad_norm` the global norm
+    before clipping, None where the mode cannot know it; `skipped` says that the gradient was not finite."""
+
+    loss: float
+    targets: float
+    tokens: int
+    grad_norm: float | None
+    clip_factor: float
+    skipped: bool
+
+
+def count_steps(steps_per_epoch: int, epochs: int, max_steps: int | None) -> int:
+    """The steps of a run: whichever of `epochs` and `max_steps` ends first."""
+    total = steps_per_epoch * epochs
+    return total if max_steps is None else min(total, max_steps)
+
+
+def train_step(
+    model: Any,
+    loss: Loss,
+    stepper: Stepper,
+    microbatches: Sequence[Microbatch],
+    *,
+    seed: int,
+    step: int,
+    rank: int = 0,
+    accumulation: str = "depth_first",
+    sum_over_ranks: SumOverRanks = list,
+) -> StepResult:
+    """One update of `model` from `microbatches` (this rank's part of the step), and what it did.
+
+    `accumulation` is `depth_first` (a forward and a backward for each microbatch) or `breadth_first` (all microbatches
+    through each block). Raises TrainingError where the step has no target at all.
+    """
+    device = next(model.parameters()).device
+    model.train()
+    num_targets, num_tokens = sum_over_ranks(
+        [sum(microbatch.count_targets() for microbatch in microbatches), sum(m.num_tokens for m in microbatches)]
+    )
+    if num_targets == 0:
+        raise TrainingError(
+            f"step {step + 1} has no target: {_name_rows(microbatches)}",
+            hint="`optune validate` counts targets; check data.train_on and data.max_length",
+        )
+    run_pass = _PASSES[accumulation]
+    moved = [microbatch.to(device) for microbatch in microbatches]
+    total = torch.zeros((), dtype=torch.float64)
+    for pass_index in range(stepper.passes):
+        sums = run_pass(model, loss, stepper, moved, num_targets, pass_index, SeedMicrobatch(seed, step, rank))
+        if pass_index == 0:
+            total = torch.stack(sums).double().sum()
+    stats = stepper.finish()
+    (loss_total,) = sum_over_ranks([total.item()])
+    return StepResult(
+        loss=loss_total / num_targets,
+        targets=num_targets,
+        tokens=int(num_tokens),
+        grad_norm=stats.grad_norm,
+        clip_factor=stats.clip_factor,
+        skipped=stats.skipped,
+    )
+
+
+@dataclass(frozen=True)
+class SeedMicrobatch:
+    """Seeds torch's generators for a microbatch: a pure function of (seed, step, microbatch, rank)."""
+
+    seed: int
+    step: int
+    rank: int
+
+    def __call__(self, index: int) -> None:
+        digest = hashlib.sha256(f"{self.seed}/{self.step}/{index}/{self.rank}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+def _depth_first(
+    model: Any,
+    loss: Loss,
+    stepper: Stepper,
+    microbatches: Sequence[Microbatch],
+    num_targets: float,
+    pass_index: int,
+    seed_microbatch: SeedMicrobatch,
+) -> list[Tensor]:
+    """A forward and a backward for each microbatch in turn; the summed loss of each."""
+    sums: list[Tensor] = []
+    for index, microbatch in enumerate(microbatches):
+        seed_microbatch(index)
+        with stepper.microbatch(index == len(microbatches) - 1, pass_index):
+            hidden_BTD = model.hidden(microbatch.tokens_BT, microbatch.positions_BT, microbatch.documents_BT)
+            loss_sum = loss(model, hidden_BTD, microbatch)
+            (loss_sum / num_targets).backward()
+        sums.append(loss_sum.detach())
+    return sums
+
+
+_PASSES = {"depth_first": _depth_first, "breadth_first": breadth_first.run_pass}
+
+
+def check_accumulation(accumulation: str, when: str, num_microbatches: int) -> None:
+    """Refuses what cannot be exact: `immediate` updates a weight in its first backward, so it has one microbatch."""
+    if when == "immediate" and num_microbatches > 1:
+        raise ConfigError(
+            f"is {num_microbatches}, but optimizer_step=immediate updates every weight in the first backward, before "
+            "the other microbatches are seen",
+            where="gradient_accumulation_steps",
+            hint="use gradient_accumulation_steps=1 with a larger batch_size, or optimizer_step=in_backward",
+        )
+    if when == "immediate" and accumulation != "depth_first":
+        raise ConfigError(
+            f"{accumulation} cannot be combined with optimizer_step=immediate",
+            where="accumulation",
+            hint="use accumulation=depth_first",
+        )
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any, loss: Loss, microbatches: Iterable[Microbatch], *, sum_over_ranks: SumOverRanks = list
+) -> float:
+    """The mean loss over all targets of `microbatches`, with dropout off; generators and mode stay as they were."""
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    total, targets = 0.0, 0.0
+    for microbatch in microbatches:
+        on_device = microbatch.to(device)
+        hidden_BTD = model.hidden(on_device.tokens_BT, on_device.positions_BT, on_device.documents_BT)
+        total += loss(model, hidden_BTD, on_device).item()
+        targets += microbatch.count_targets()
+    model.train(was_training)
+    total, targets = sum_over_ranks([total, targets])
+    return total / targets if targets else math.nan
+
+
+def _name_rows(microbatches: Sequence[Microbatch], most: int = 5) -> str:
+    rows = [row for microbatch in microbatches for row in microbatch.rows]
+    names = ", ".join(rows[:most])
+    return names + (f" and {len(rows) - most} more" if len(rows) > most else "")
