@@ -1,0 +1,25 @@
+"""When and how the optimizer steps.
+
+`build_optimizer` makes an ordinary torch optimizer; `build_stepper` makes the object that decides when it steps: after
+the backward pass, inside it, or before the gradient flows on. The training step makes the same two calls for each.
+"""
+
+from optune.optim.build import build_optimizer, build_stepper
+from optune.optim.masters import fill_masters, named_masters, named_optimizer_parameters, warn_lost_updates
+from optune.optim.schedule import Schedule, build_schedule, get_learning_rate, set_learning_rate
+from optune.optim.stepper import Stepper, StepStats
+
+__all__ = [
+    "Schedule",
+    "StepStats",
+    "Stepper",
+    "build_optimizer",
+    "build_schedule",
+    "build_stepper",
+    "fill_masters",
+    "get_learning_rate",
+    "named_masters",
+    "named_optimizer_parameters",
+    "set_learning_rate",
+    "warn_lost_updates",
+]

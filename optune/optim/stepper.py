@@ -86,8 +86,8 @@ class SkipCounter:
         self.total += 1
         if self.in_a_row >= self.limit:
             raise TrainingError(
-                f"the gradient norm was not finite ({grad_norm}) in {self.in_a_row} steps in a row; all of them were skipped",
+                f"the gradient norm was not finite ({grad_norm}) in {self.in_a_row} steps in a row; all were skipped",
                 where="max_skipped_steps",
-                hint="the last checkpoint is intact; look for NaN or inf in the weights and rows, or lower optimizer.lr",
+                hint="the last checkpoint is intact; look for NaN or inf in weights and rows, or lower optimizer.lr",
             )
         return True

@@ -1,0 +1,75 @@
+"""The norm of the gradient and the factor that clips it, the same numbers in every mode.
+
+Each parameter is measured alone, in fp32, and the parameters are combined in `named_parameters` order; so it does not
+matter when, or in which group, a gradient was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+ROW = 4096
+"""Elements that are summed in one go. One fp32 sum over 28 million elements (an embedding) was seen 0.16 % off on CPU;
+sums of 4,096 that are combined afterwards stay within 1e-6."""
+CHUNK = 64 * ROW
+"""Elements of a low-precision gradient that are turned to fp32 at once: small enough to stay in the cache."""
+
+
+def parameter_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The L2 norm of each gradient, as an fp32 scalar on the gradient's device (a DTensor for a DTensor)."""
+    by_row = [gradient.device.type == "cpu" and gradient.numel() > 4 * ROW for gradient in gradients]
+    by_row = [large and not isinstance(gradient, DTensor) for large, gradient in zip(by_row, gradients, strict=True)]
+    # What is left for torch is small, or on a device whose reductions are trees; it takes all of it in one call.
+    rest = [gradient for gradient, large in zip(gradients, by_row, strict=True) if not large]
+    foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+    rest_norms = iter(foreach_norm(rest, 2, dtype=torch.float32) if rest else ())
+    return [
+        norm_by_rows(gradient) if large else next(rest_norms) for gradient, large in zip(gradients, by_row, strict=True)
+    ]
+
+
+def norm_by_rows(tensor: Tensor) -> Tensor:
+    """The L2 norm of a large CPU tensor: row by row, then over the rows. Five times torch's speed for bf16."""
+    flat = tensor.reshape(-1)
+    if flat.dtype in (torch.float32, torch.float64):
+        return torch.linalg.vector_norm(torch.cat(_row_norms(flat)).float())
+    buffer = torch.empty(CHUNK, dtype=torch.float32)
+    parts = []
+    for chunk in flat.split(CHUNK):
+        parts += _row_norms(buffer[: chunk.numel()].copy_(chunk))
+    return torch.linalg.vector_norm(torch.cat(parts))
+
+
+def _row_norms(flat: Tensor) -> list[Tensor]:
+    whole = flat.numel() // ROW * ROW
+    parts = [torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)] if whole else []
+    if whole < flat.numel():
+        parts.append(torch.linalg.vector_norm(flat[whole:]).reshape(1))
+    return parts
+
+
+def combine_norms(norms: Iterable[Tensor | None]) -> float:
+    """The norm over all parameters from their norms in `named_parameters` order; None stands for no gradient.
+
+    0.0 when no parameter has a gradient. With sharded gradients it is one all-reduce, which every rank must reach.
+    """
+    present = [norm for norm in norms if norm is not None]
+    if not present:
+        return 0.0
+    first = present[0].device
+    total = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in present]))
+    return float(total.full_tensor() if isinstance(total, DTensor) else total)
+
+
+def clip_factor(grad_norm: float, max_grad_norm: float | None) -> float:
+    """What gradients are multiplied by so that their norm is at most `max_grad_norm`; 1.0 where nothing is to do.
+
+    `max_grad_norm / (grad_norm + 1e-6)`, at most 1, in fp32: `torch.nn.utils.clip_grad_norm_`.
+    """
+    if max_grad_norm is None:
+        return 1.0
+    return float(torch.clamp(max_grad_norm / (torch.tensor(grad_norm, dtype=torch.float32) + 1e-6), max=1.0))
