@@ -6,7 +6,7 @@ lora.save(model, folder, base="HuggingFaceTB/SmolLM2-135M-Instruct")
 """
 
 from optune.lora.adapter import apply, layers, merge, state, trainable
-from optune.lora.files import WEIGHTS_FILE, load, save
+from optune.lora.files import WEIGHTS_FILE, load, read_tensors, save, write_tensors
 from optune.lora.layer import LoraLinear
 from optune.lora.peft_config import CONFIG_FILE, AdapterConfig
 from optune.lora.peft_config import read as read_config
@@ -21,7 +21,9 @@ __all__ = [
     "load",
     "merge",
     "read_config",
+    "read_tensors",
     "save",
     "state",
     "trainable",
+    "write_tensors",
 ]

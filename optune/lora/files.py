@@ -37,8 +37,7 @@ def save(model: nn.Module, folder: str | Path, *, base: str) -> None:
         raise ModelError("the model has no adapters to save")
     base = str(Path(base).resolve()) if Path(base).is_dir() else base
     peft_config.write(folder, model, adapted, base=base)
-    tensors = {f"{PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in adapter.state(model).items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_tensors({f"{PREFIX}{name}": tensor for name, tensor in adapter.state(model).items()}, folder)
 
 
 def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> list[str]:
@@ -53,14 +52,15 @@ def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.flo
     folder = Path(folder)
     config = peft_config.read(folder)
     names = config.select(model)
-    path = folder / WEIGHTS_FILE
     if not names:
         raise ModelError(f"target_modules {config.target_modules!r} match no linear layer", where=str(config.path))
-    tensors = _read_tensors(path)
+    tensors = read_tensors(folder)
     problems = _compare_tensors(model, config, names, tensors) + _compare_base(model, names, tensors)
     if problems:
         more = [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
-        raise ModelError("\n  ".join(["does not fit the model:", *problems[:LISTED], *more]), where=str(path))
+        raise ModelError(
+            "\n  ".join(["does not fit the model:", *problems[:LISTED], *more]), where=str(folder / WEIGHTS_FILE)
+        )
     adapted = adapter.layers(model)
     if adapted:
         _check_same(config, names, adapted)
@@ -88,7 +88,17 @@ def _build(model: nn.Module, config: AdapterConfig, names: list[str], dtype: tor
         )
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes adapter_model.safetensors, keys as they are, readable by whoever may read adapter_config.json."""
+    path = folder / WEIGHTS_FILE
+    save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    # safetensors makes files that nobody else can read.
+    path.chmod((folder / peft_config.CONFIG_FILE).stat().st_mode)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of adapter_model.safetensors by key. Raises ModelError where it is missing or damaged."""
+    path = folder / WEIGHTS_FILE
     if not path.is_file():
         pickled = path.with_name("adapter_model.bin")
         hint = "adapter_model.bin is a pickle and is not opened: save it as safetensors" if pickled.exists() else None
