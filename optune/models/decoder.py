@@ -34,15 +34,19 @@ class BlockContext:
     cos: Tensor
     sin: Tensor
     masks: dict[int | None, Tensor | None]
+    causal: bool = True
+    """False for a single new token, which sees every key. Decided here, because a compiled block cannot."""
     cache: Cache | None = None
     slots: Tensor | None = None
 
 
-def attend(query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of N query heads over K key heads, which are never repeated in memory. No mask means causal."""
-    causal = mask is None and query_BNTH.shape[2] > 1
+def attend(
+    query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, context: BlockContext, window: int | None
+) -> Tensor:
+    """Attention of N query heads over K key heads, which are never repeated in memory."""
+    mask = context.masks[window]
     return F.scaled_dot_product_attention(
-        query_BNTH, key_BKSH, value_BKSH, attn_mask=mask, is_causal=causal, enable_gqa=True
+        query_BNTH, key_BKSH, value_BKSH, attn_mask=mask, is_causal=context.causal and mask is None, enable_gqa=True
     )
 
 
@@ -84,7 +88,7 @@ class Attention(nn.Module):
         key_BKTH = rotate(key_BTKH, context.cos, context.sin).transpose(1, 2)
         if context.cache is not None and context.slots is not None:
             key_BKTH, value_BKTH = context.cache.update(self.index, key_BKTH, value_BKTH, context.slots)
-        out_BNTH = attend(query_BNTH, key_BKTH, value_BKTH, context.masks[self.window])
+        out_BNTH = attend(query_BNTH, key_BKTH, value_BKTH, context, self.window)
         return self.o_proj(out_BNTH.transpose(1, 2).flatten(2))
 
 
@@ -190,7 +194,7 @@ class Decoder(nn.Module):
             window: _mask(positions_BT.shape[1], positions_BT.device, window, documents_BT, cache, slots)
             for window in dict.fromkeys(self.config.windows)
         }
-        return BlockContext(cos, sin, masks, cache, slots)
+        return BlockContext(cos, sin, masks, positions_BT.shape[1] > 1, cache, slots)
 
     def run_block(self, block: nn.Module, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
         """One block; with activation checkpointing its inside is computed again in backward, with the same dropout."""

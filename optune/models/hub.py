@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import re
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as StillWaiting
+import threading
 from pathlib import Path
 
 from optune.errors import ModelError
@@ -42,46 +43,56 @@ def resolve(path: str | Path) -> Path:
 def download(repo_id: str, destination: Path | None = None, *, revision: str | None = None) -> Path:
     """Fetches a model into `destination`, or into the hub's cache. Raises `ModelError` after at most about 10 s where
     the hub does not answer; the transfer itself may take as long as it needs."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    pool = ThreadPoolExecutor(1)
     try:
-        # Asked in a thread: a name server that swallows questions would hold us for longer than any timeout says.
-        pool.submit(HfApi().model_info, repo_id, revision=revision, timeout=_PATIENCE_S).result(_PATIENCE_S + 1)
+        _greet(repo_id, revision)
         folder = snapshot_download(
             repo_id, revision=revision, local_dir=destination, allow_patterns=_WANTED, ignore_patterns=_UNWANTED,
             etag_timeout=_PATIENCE_S,
         )  # fmt: skip
-    except StillWaiting:
-        raise _explain(repo_id, f"the hub did not answer within {_PATIENCE_S:.0f} s") from None
     except Exception as error:
         # Whatever the client or its transport raises, the cause is one: this model could not be had.
-        raise _explain(repo_id, _first_line(error)) from error
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        raise ModelError(
+            f"{_reason(error)}. There is no folder {Path(repo_id).absolute()} either",
+            where=repo_id,
+            hint="without a network, give the path of a folder on this machine",
+        ) from error
     return Path(folder)
 
 
-def _explain(repo_id: str, cause: str) -> ModelError:
-    return ModelError(
-        f"{cause}. There is no folder {Path(repo_id).absolute()} either",
-        where=repo_id,
-        hint="without a network, give the path of a folder on this machine",
-    )
+def _greet(repo_id: str, revision: str | None) -> None:
+    """Asks the hub for the model, in a thread: a name server that swallows questions keeps to no timeout of ours."""
+    from huggingface_hub import HfApi
+
+    answers: queue.Queue[Exception | None] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(repo_id, revision=revision, timeout=_PATIENCE_S)
+        except Exception as error:
+            answers.put(error)
+        else:
+            answers.put(None)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        error = answers.get(timeout=_PATIENCE_S + 1)
+    except queue.Empty:
+        raise TimeoutError(f"the hub did not answer within {_PATIENCE_S:.0f} s") from None
+    if error is not None:
+        raise error
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    name = type(error).__name__
+def _reason(error: BaseException) -> str:
+    name, text = type(error).__name__, str(error).strip().splitlines()
     reasons = {
         "RepositoryNotFoundError": "the hub has no such model, or it is private and HF_TOKEN is not set",
         "GatedRepoError": "the model is gated: accept its terms on its page, and set HF_TOKEN",
         "RevisionNotFoundError": "the hub has the model but not that revision",
         "OfflineModeIsEnabled": "the hub is not asked, because HF_HUB_OFFLINE is set",
     }
-    return (
-        reasons.get(name) or f"the model could not be fetched from the hub ({name}: {text[0] if text else 'no reason'})"
-    )
+    return reasons.get(name) or f"the hub could not be reached ({name}: {text[0] if text else 'no reason given'})"
 
 
 def _cached(repo_id: str) -> Path | None:
@@ -92,4 +103,14 @@ def _cached(repo_id: str) -> Path | None:
         folder = Path(snapshot_download(repo_id, local_files_only=True, allow_patterns=_WANTED))
     except (LocalEntryNotFoundError, OSError, ValueError):
         return None
-    return folder if (folder / "config.json").exists() and any(folder.glob("*.safetensors")) else None
+    return folder if _is_whole(folder) else None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether an earlier download got everything; one that was cut short is taken up again."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        files = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ["model.safetensors"]
+    except (ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / name).exists() for name in {"config.json", *files})
