@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         RunConfig,
         ScheduleSection,
     )
-    from optune.config.targets import resolve_target
+    from optune.config.targets import read_target, resolve_target, schedule_keywords
 
 __all__ = [
     "CheckpointSection",
@@ -38,7 +38,9 @@ __all__ = [
     "load",
     "looks_like_path",
     "option",
+    "read_target",
     "resolve_target",
+    "schedule_keywords",
     "to_dict",
     "to_yaml",
 ]

@@ -67,12 +67,13 @@ class DataSource:
 
 @dataclass
 class DataSection:
-    """Where the rows come from and what of them is trained. `max_length` counts tokens."""
+    """Where the rows come from and what of them is trained. `max_length` counts tokens; null is no
+    limit."""
 
     train: list[str | DataSource] = option(is_path=True, not_empty=True)
     validation: list[str | DataSource] | None = option(None, is_path=True)
     format: DataFormat = "auto"
-    max_length: int = option(2048, minimum=2)
+    max_length: int | None = option(2048, minimum=2)
     truncation: Literal["drop", "error", "truncate_right", "truncate_left"] = "drop"
     packing: bool = False
     shuffle: bool = True
@@ -87,6 +88,7 @@ class ScheduleSection:
     name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     warmup_steps: int = option(0, minimum=0)
     min_lr_ratio: float = option(0.0, minimum=0, maximum=1)
+    decay_steps: int | None = option(None, minimum=0)
 
 
 @dataclass
@@ -126,6 +128,8 @@ class RunConfig:
     parameter_groups: list[dict[str, Any]] = option([], numbers=OPTIMIZER_NUMBERS)
     optimizer_step: Literal["after_backward", "in_backward", "immediate"] = "after_backward"
     max_grad_norm: float | None = option(1.0, above=0)
+    immediate_variant: Literal["local", "exact"] = "local"
+    max_parameter_grad_norm: float | None = option(None, above=0)
     max_skipped_steps: int = option(5, minimum=1)
     schedule: ScheduleSection | dict[str, Any] = option(ScheduleSection, target="schedule")
     activation_checkpointing: Literal["none", "block"] = "none"
@@ -134,6 +138,8 @@ class RunConfig:
     accumulation: Literal["depth_first", "breadth_first"] = "depth_first"
     checkpoint: CheckpointSection = option(CheckpointSection)
     resume: str | None = option(None, is_path=True, not_empty=True)
+    allow_change: list[str] = option([])
+    max_time: str | None = option(None, not_empty=True)
     validation_every_steps: int | None = option(None, minimum=1)
     log_every_steps: int = option(1, minimum=1)
     loggers: list[dict[str, Any]] = option([], target="logger")

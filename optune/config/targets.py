@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -53,6 +53,20 @@ def resolve_target(dotted: str) -> Any:
     if not is_allowed(dotted, packages):
         raise ConfigError(f"{dotted!r} is outside the allowed packages", where=TARGET, hint=_allow_hint(dotted))
     return _follow(dotted, packages, TARGET)
+
+
+def read_target(section: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What a section's `_target_` names, and the keywords beside it."""
+    settings = {key: value for key, value in section.items() if key != TARGET}
+    return resolve_target(section[TARGET]), settings
+
+
+def schedule_keywords(schedule: Any) -> dict[str, Any]:
+    """The key `schedule` as keywords of `optim.build_schedule`: those of a named one, or a `_target_` and its own."""
+    if isinstance(schedule, Mapping):
+        factory, settings = read_target(schedule)
+        return {"factory": factory, "settings": settings}
+    return dict(vars(schedule))
 
 
 def is_allowed(dotted: str, packages: Sequence[str]) -> bool:
