@@ -7,11 +7,14 @@
 from optune.models.cache import Cache
 from optune.models.decoder import BlockContext, Decoder, outline
 from optune.models.families import FAMILIES, DecoderConfig
+from optune.models.fingerprint import fingerprint
 from optune.models.hub import download, resolve
 from optune.models.saving import copy_companions, save
 from optune.models.weights import check, load
+from optune.types import DTYPES
 
 __all__ = [
+    "DTYPES",
     "FAMILIES",
     "BlockContext",
     "Cache",
@@ -20,6 +23,7 @@ __all__ = [
     "check",
     "copy_companions",
     "download",
+    "fingerprint",
     "load",
     "outline",
     "resolve",
