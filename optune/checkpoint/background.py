@@ -67,6 +67,9 @@ class Saver:
         check_keep_last(keep_last)
         set_aside_newer(run_dir, first_step, say=say)
         clear_leftovers(run_dir)
+        if first_step:
+            # A run that was killed between a save and the pruning after it has one too many.
+            prune(run_dir, keep_last=keep_last, keep_best=keep_best)
         self._run_dir = run_dir
         self._write_model = write_model
         self._model_tensors = dict(model_tensors)
