@@ -11,8 +11,8 @@ from optune.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     import torch
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_STORED = {"BF16": "bf16", "F16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,9 @@ class ModelFolder:
     base: Path
     adapter: Path | None = None
 
-    @property
-    def own(self) -> Path:
-        """The folder that the user named; its tokenizer and template are the ones to use."""
-        return self.adapter or self.base
+    def holder_of(self, name: str) -> Path:
+        """The folder whose file counts: the adapter's own where it brings one, else the base's."""
+        return self.adapter if self.adapter and (self.adapter / name).is_file() else self.base
 
 
 def find(name: str) -> ModelFolder:
@@ -38,19 +37,17 @@ def find(name: str) -> ModelFolder:
     folder = Path(name).expanduser()
     if not _holds_model(folder) and _holds_model(folder / "model"):
         folder = folder / "model"
-    if not (folder / lora.CONFIG_FILE).is_file():
-        return ModelFolder(models.resolve(str(folder) if folder.is_dir() else name))
+    config = folder.absolute() / lora.CONFIG_FILE
+    if not config.is_file():
+        return ModelFolder(models.resolve(folder if folder.is_dir() else name))
     base = lora.read_config(folder).base
     if not base:
-        raise ConfigError("does not name the model it belongs to", where=str(folder.absolute() / lora.CONFIG_FILE))
+        raise ConfigError("base_model_name_or_path is not set: the adapter names no model", where=str(config))
     try:
         return ModelFolder(models.resolve(base), folder.absolute())
     except ModelError as error:
-        raise ModelError(
-            f"the adapter belongs to {base!r}, which is not to be had: {error}",
-            where=str(folder.absolute() / lora.CONFIG_FILE),
-            hint=error.hint or "correct base_model_name_or_path in that file",
-        ) from error
+        hint = error.hint or "correct base_model_name_or_path in that file"
+        raise ModelError(f"the adapter belongs to {base!r}: {error}", where=str(config), hint=hint) from error
 
 
 def _holds_model(folder: Path) -> bool:
@@ -68,19 +65,13 @@ def read_dtype(folder: Path) -> str:
     return "fp32"
 
 
-def to_torch(dtype: str) -> torch.dtype:
-    """bf16, fp16 or fp32 as torch names it."""
+def load(folder: ModelFolder, dtype: str, device: torch.device) -> Any:
+    """The decoder in `folder`, with its adapter on top."""
     import torch
 
-    return getattr(torch, DTYPES[dtype])
-
-
-def load(folder: ModelFolder, dtype: str, device: Any = "cpu") -> Any:
-    """The decoder in `folder`, with its adapter on top."""
     from optune import lora, models
 
-    model = models.load(folder.base, dtype=to_torch(dtype), device=device)
+    model = models.load(folder.base, dtype=getattr(torch, _TORCH_NAMES[dtype]), device=device)
     if folder.adapter:
         lora.load(model, folder.adapter)
-        model.to(device)
-    return model.eval()
+    return model.to(device).eval()

@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Whatever goes wrong is printed as one cause on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     words, debug = _take_debug(words)
+    if debug:
+        os.environ[messages.DEBUG] = "1"  # for workers and the jobs of a grid
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -43,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except KeyboardInterrupt as interrupt:
-        return messages.report(interrupt, debug, exit_code=INTERRUPTED)
+        return messages.report(interrupt, exit_code=INTERRUPTED)
     except OptuneError as error:
-        return messages.report(error, debug, exit_code=error.exit_code)
+        return messages.report(error, exit_code=error.exit_code)
     except Exception as error:
-        return messages.report(error, debug, exit_code=1)
+        return messages.report(error, exit_code=1)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from optune.errors import OptuneError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+DEBUG = "OPTUNE_DEBUG"
 QUIET_WORKER = "OPTUNE_QUIET_WORKER"
 """Set by `launch.py` for its workers: the parent prints the first failing rank's cause, last and once."""
 
@@ -20,12 +21,12 @@ Cause = tuple[str, str | None]
 """A message and its hint."""
 
 
-def report(error: BaseException, debug: bool, *, exit_code: int) -> int:
-    """Prints an error (as a worker: leaves it to the parent) and returns the exit code."""
+def report(error: BaseException, *, exit_code: int) -> int:
+    """Prints an error (as a worker: leaves it to the parent) and returns the exit code; with --debug its traceback."""
     causes = list_causes(error)
     if ERROR_FILE in os.environ:
         _leave_for_parent(causes, exit_code)
-    if debug:
+    if os.environ.get(DEBUG):
         traceback.print_exception(error)
     if not os.environ.get(QUIET_WORKER) or _is_restarted():
         print_causes(causes)

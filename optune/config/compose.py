@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence as Arguments
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def _compose_defaults(config_path: Path, overrides: list[Override]) -> tuple[Map
         raise ConfigError("a config with a defaults list must end in .yaml", where=shorten(config_path))
     choices = [override for override in overrides if _chooses_group(override, folder)]
     try:
-        with initialize_config_dir(str(folder), version_base="1.3"):
+        # Hydra warns where `_self_` is left out; a file's own keys come last then, which is what anyone expects.
+        with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(folder), version_base="1.3"):
             listed = (
                 GlobalHydra.instance()
                 .config_loader()

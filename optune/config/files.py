@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from optune.config.nodes import Mapping, Node, Scalar, Sequence
-from optune.config.problems import mask_argument
+from optune.config.problems import mask_entries
 from optune.errors import ConfigError
 
 MAX_NODES = 100_000
@@ -41,7 +41,7 @@ def parse_yaml(text: str, shown: str) -> Mapping:
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         raise ConfigError(
-            f"cannot be read as YAML: the character U+{ord(error.character):04X} is not allowed",
+            f"cannot be read as YAML: the character U+{error.character:04X} is not allowed",
             where=f"{shown}:{line}",
         ) from None
     if root is None:
@@ -94,7 +94,7 @@ def _unreadable(error: yaml.MarkedYAMLError, text: str, shown: str) -> ConfigErr
     lines = text.splitlines()
     number = min(mark.line + 1 if mark else 1, max(len(lines), 1))
     line = lines[number - 1] if lines else ""
-    problem = error.problem or "unreadable"
+    problem = " ".join(part for part in (error.context, error.problem) if part) or "unreadable"
     hint = None
     if line[: len(line) - len(line.lstrip())].count("\t") or "'\\t'" in problem:
         hint = "indent with spaces: YAML does not allow tabs"
@@ -162,5 +162,5 @@ class _Conversion:
 
 def _quote(text: str, most: int = 80) -> str:
     """A piece of the file for a message; secrets are hidden."""
-    text = mask_argument(" ".join(text.split()))
+    text = mask_entries(" ".join(text.split()))
     return repr(text if len(text) <= most else text[: most - 1] + "…")

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optune.config.nodes import TARGET, Mapping, Node, Scalar, Sequence, join, merge, to_node
-from optune.config.problems import Problems, mask_argument
+from optune.config.problems import Problems, mask_argument, mask_entries
 from optune.errors import ConfigError
 
 SHORTHAND = "path"
 """Where a key goes into a text (`data.train.0.format=text` on a plain path), the text was this entry of a mapping."""
 
-_KEY = re.compile(r"[\w./@:$-]+(?:\[\d+\][\w./@:$-]*)*\Z")
+_KEY = re.compile(r"(?!-)[\w./@:$-]+(?:\[\d+\][\w./@:$-]*)*\Z")
 # What Hydra's lexer has tokens for. Anything else a user types (`~/runs`, `é`, `#`) is lent a spelling while it parses.
 _KNOWN = frozenset(" \t/-\\+.$%*@?|:,=()[]{}'\"_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _LENT = re.compile(r"ZQ([0-9a-f]+)QZ")
@@ -79,7 +79,7 @@ def _parse_value(text: str, shown: str) -> tuple[list[Any], bool]:
         parsed = _parser()(_lend_spellings(text))
     except HydraException as error:
         hint = "put the value in quotes: key='\"…\"'" if "=" in text else None
-        raise ConfigError(f"cannot be read: {_take_back(str(error))}", where=shown, hint=hint) from None
+        raise ConfigError(f"cannot be read: {mask_entries(_take_back(str(error)))}", where=shown, hint=hint) from None
     if isinstance(parsed, (Glob, IntervalSweep)):
         raise ConfigError("a grid needs values that can be counted", where=shown, hint="use choice(…) or range(…)")
     if isinstance(parsed, ChoiceSweep):

@@ -10,7 +10,7 @@ from optune.errors import ConfigError
 
 HIDDEN = "***"
 _SECRETS = ("token", "key", "keys", "password", "passwords", "passwd", "passphrase", "secret", "secrets", "credentials")
-_ENTRY = re.compile(r"""([\w.-]+)(\s*[:=]\s*)('[^']*'|"[^"]*"|[^,}\]]+)""")
+_ENTRY = re.compile(r"""([\w.-]+)(\s*[:=]\s*)('[^']*'|"[^"]*"|[^,{}\[\]]+)""")
 
 
 class ConfigProblemsError(ConfigError):
@@ -61,6 +61,9 @@ def is_secret(key: str) -> bool:
 def mask_argument(argument: str) -> str:
     """An override as it may be shown: the values of secrets are hidden, also inside a mapping."""
     key, equals, _ = argument.partition("=")
-    if equals and is_secret(key):
-        return f"{key}={HIDDEN}"
-    return _ENTRY.sub(lambda found: found[1] + found[2] + HIDDEN if is_secret(found[1]) else found[0], argument)
+    return f"{key}={HIDDEN}" if equals and is_secret(key) else mask_entries(argument)
+
+
+def mask_entries(text: str) -> str:
+    """A piece of YAML or of an override as it may be shown: what follows a secret's key is hidden."""
+    return _ENTRY.sub(lambda found: found[1] + found[2] + HIDDEN if is_secret(found[1]) else found[0], text)

@@ -12,7 +12,7 @@ from optune.config.options import NO_RULES, Rules
 from optune.config.problems import suggest
 
 _INT = re.compile(r"[+-]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)\Z")
-_FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
+_FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:_[0-9]+)*\.?(?:[0-9]+(?:_[0-9]+)*)?|\.[0-9]+(?:_[0-9]+)*)(?:[eE][+-]?[0-9]+)?\Z")
 _VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
 _TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
 _PYTHON_NULLS = ("none", "None", "NONE")
