@@ -52,7 +52,9 @@ _FILES = {
     "option": "options",
     "looks_like_path": "paths",
     "ConfigProblemsError": "problems",
+    "read_target": "targets",
     "resolve_target": "targets",
+    "schedule_keywords": "targets",
 }
 
 
