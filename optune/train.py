@@ -94,6 +94,11 @@ def train_step(
     )
 
 
+def seed_everything(seed: int) -> None:
+    """Seeds what draws before the first step: the start of fresh parameters."""
+    torch.manual_seed(seed)
+
+
 @dataclass(frozen=True)
 class SeedMicrobatch:
     """Seeds torch's generators for a microbatch: a pure function of (seed, step, microbatch, rank)."""

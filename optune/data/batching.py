@@ -113,6 +113,11 @@ class Batches:
         """The share of the packs' positions that hold a token; 1 without packing."""
         return 1.0 if self.packs is None else len(self.rows.tokens) / (self.units * (self.max_length or 1))
 
+    @property
+    def positions_per_step(self) -> int:
+        """Positions that the first step feeds, padding included: what a step of this run costs in memory."""
+        return sum(microbatch.tokens_BT.numel() for microbatch in self.microbatches(0)) * self.world_size
+
     def epoch(self, step: int) -> float:
         """Epochs that are finished once `step` steps are done."""
         whole, steps = divmod(step, self.steps_per_epoch)

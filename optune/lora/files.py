@@ -24,11 +24,14 @@ LISTED = 40
 """Tensors that an error names before it counts the rest."""
 
 
-def save(model: nn.Module, folder: str | Path, *, base: str) -> None:
+def save(
+    model: nn.Module, folder: str | Path, *, base: str, tensors: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Writes the adapters of `model` into `folder` so that PEFT and vLLM open it.
 
     `base`: what the adapter belongs to, a hub id or a folder; a folder that exists is written as an absolute path.
-    Tensors are written in the adapters' dtype.
+    `tensors`: the values to write, under the names of `state`; None takes those that the model has now. Tensors are
+    written in the adapters' dtype.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +40,8 @@ def save(model: nn.Module, folder: str | Path, *, base: str) -> None:
         raise ModelError("the model has no adapters to save")
     base = str(Path(base).resolve()) if Path(base).is_dir() else base
     peft_config.write(folder, model, adapted, base=base)
-    write_tensors({f"{PREFIX}{name}": tensor for name, tensor in adapter.state(model).items()}, folder)
+    values = adapter.state(model) if tensors is None else tensors
+    write_tensors({f"{PREFIX}{name}": tensor for name, tensor in values.items()}, folder)
 
 
 def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +87,9 @@ def build_stepper(
     max_skipped_steps: int = 5,
     expected_tokens: int | None = None,
     buckets: Sequence[str] | None = None,
-    variant: str = "local",
+    variant: Literal["local", "exact"] = "local",
     reduce: Callable[[Tensor], Tensor] | None = None,
+    max_parameter_grad_norm: float | None = None,
 ) -> Stepper:
     """The stepper for `when`: after_backward, in_backward or immediate.
 
@@ -99,7 +100,7 @@ def build_stepper(
     - `max_skipped_steps`: so many steps in a row with a gradient that is not finite end the run.
     - `expected_tokens`: tokens fed in one step, padding included, which decide what `auto` takes.
     - `buckets`: globs on parameter names that are updated together, for models without `.blocks`.
-    - `variant`, `reduce`: of immediate.
+    - `variant`, `reduce`, `max_parameter_grad_norm`: of immediate, see `ImmediateStepper`.
 
     Raises `ConfigError` for a combination that cannot be right, with the reason.
     """
@@ -113,7 +114,19 @@ def build_stepper(
     if when == "immediate":
         from optune.optim.immediate import ImmediateStepper
 
-        return ImmediateStepper(model, optimizer, max_grad_norm=max_grad_norm, variant=variant, reduce=reduce)
+        return ImmediateStepper(
+            model,
+            optimizer,
+            max_grad_norm=max_grad_norm,
+            max_parameter_grad_norm=max_parameter_grad_norm,
+            variant=variant,
+            reduce=reduce,
+        )
+    if variant != "local" or reduce is not None or max_parameter_grad_norm is not None:
+        raise ConfigError(
+            f"variant, reduce and max_parameter_grad_norm belong to immediate, and the mode is {when}",
+            where="optimizer_step",
+        )
     entries = make_entries(model, optimizer)
     if when == "after_backward":
         return AfterBackwardStepper(
@@ -159,9 +172,8 @@ def _raise_unknown(key: str, accepted: Iterable[str], where: str, name: str) -> 
 def _construct(
     factory: Callable[..., Optimizer], settings: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> Optimizer:
-    chosen = any(key in settings or any(key in group for group in groups) for key in IMPLEMENTATION_FLAGS)
     attempts = [dict(settings)]
-    if not chosen and "fused" in inspect.signature(factory).parameters:
+    if _may_fuse(factory, [settings, *groups]):
         attempts.insert(0, {**settings, "fused": True})
     for attempt in attempts:
         try:
@@ -173,6 +185,15 @@ def _construct(
         except (TypeError, ValueError) as error:
             raise _wrap(factory, error) from error
     raise AssertionError("an attempt returns or raises")
+
+
+def _may_fuse(factory: Callable[..., Optimizer], settings: Sequence[Mapping[str, Any]]) -> bool:
+    if any(key in each for each in settings for key in IMPLEMENTATION_FLAGS):
+        return False  # the user's choice
+    # torch 2.13's fused SGD fails when a parameter gets its first gradient, and so its momentum, later than others.
+    if factory is torch.optim.SGD and any(each.get("momentum") for each in settings):
+        return False
+    return "fused" in inspect.signature(factory).parameters
 
 
 def _wrap(factory: Callable[..., Optimizer], error: Exception) -> ConfigError:

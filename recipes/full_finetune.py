@@ -1,0 +1,122 @@
+"""Finetune all weights of a model.
+
+    optune run full_finetune --config smollm2/135m_full
+
+`optune cp full_finetune .` gives you this file; change it and run your copy with `optune run ./full_finetune.py …`.
+What must not change (the step, the loss, saving, resuming) stands in the library, what you might change stands here.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from optune import checkpoint, data, distributed, loss, models, optim, run_folder, session, train
+from optune.config import RunConfig, read_target, schedule_keywords, to_dict, to_yaml
+
+
+@dataclass
+class Config(RunConfig):
+    """The keys of a full finetune: those that every recipe has."""
+
+
+def main(cfg: Config, validate_only: bool = False) -> int:
+    """Trains as `cfg` says and returns the exit code; with `validate_only`, stops before anything is written."""
+    with distributed.start(cfg.device) as processes:
+        settings = to_dict(cfg, hide_secrets=False)
+        train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
+        max_time_s = session.parse_duration(cfg.max_time, where="max_time")
+        loggers = [factory(**keywords) for factory, keywords in map(read_target, cfg.loggers)]
+        run_folder.check_output(cfg.output_dir, resume=cfg.resume is not None)
+        resume_from = checkpoint.resolve(cfg.resume, cfg.output_dir)
+        source = models.resolve(cfg.model.path)
+        models.check(source)
+
+        # Data: all rows as tokens, then batches as a function of (seed, step).
+        tokenizer = data.load_tokenizer(source, cfg.data.chat_template)
+        load_rows = partial(
+            data.load_rows,
+            tokenizer=tokenizer,
+            format=cfg.data.format,
+            max_length=cfg.data.max_length,
+            truncation=cfg.data.truncation,
+            train_on=cfg.data.train_on,
+        )
+        batches = data.build_batches(
+            load_rows(settings["data"]["train"]),
+            batch_size=cfg.batch_size,
+            gradient_accumulation_steps=cfg.gradient_accumulation_steps,
+            shuffle=cfg.data.shuffle,
+            packing=cfg.data.packing,
+            max_length=cfg.data.max_length,
+            pad_id=tokenizer.pad_id,
+            seed=cfg.seed,
+            world_size=processes.world_size,
+        )
+        validation = None
+        if cfg.data.validation is not None:
+            validation = data.build_validation_batches(
+                load_rows(settings["data"]["validation"]), cfg.batch_size, pad_id=tokenizer.pad_id
+            )
+        total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
+        schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))
+
+        # The model: from the checkpoint where the run goes on, else from the base.
+        model = models.load(resume_from or source, dtype=models.DTYPES[cfg.model.dtype], device=processes.device)
+        model.activation_checkpointing = cfg.activation_checkpointing
+        if cfg.compile:
+            model.compile_blocks()
+
+        # An ordinary optimizer, and the stepper that decides when it steps.
+        factory, keywords = read_target(cfg.optimizer)
+        optimizer = optim.build_optimizer(
+            model.named_parameters(),
+            factory=factory,
+            settings=keywords,
+            parameter_groups=cfg.parameter_groups,
+            master_weights=cfg.model.master_weights,
+        )
+        stepper = optim.build_stepper(
+            model,
+            optimizer,
+            when=cfg.optimizer_step,
+            max_grad_norm=cfg.max_grad_norm,
+            stash=cfg.gradient_stash,
+            max_skipped_steps=cfg.max_skipped_steps,
+            expected_tokens=batches.positions_per_step,
+            variant=cfg.immediate_variant,
+            max_parameter_grad_norm=cfg.max_parameter_grad_norm,
+        )
+        if validate_only:
+            return 0
+
+        with session.start(
+            cfg.output_dir,
+            config_yaml=to_yaml(cfg),
+            resume_from=resume_from,
+            allow_change=cfg.allow_change,
+            identity={"config": settings, "data": batches.fingerprint(), "model": models.fingerprint(source)},
+            model=model,
+            optimizer=optimizer,
+            write_model=partial(models.save, source=source),
+            model_tensors=model.state_dict(),
+            epoch_at=batches.epoch,
+            total_steps=total_steps,
+            max_time_s=max_time_s,
+            keep_last=cfg.checkpoint.keep_last,
+            log_every_steps=cfg.log_every_steps,
+            loggers=loggers,
+            summary=session.summarize(cfg.model.path, model, batches, total_steps, optimizer, stepper),
+        ) as run:
+            for step in run.steps():
+                optim.set_learning_rate(optimizer, schedule, step)
+                microbatches = batches.microbatches(step, processes.rank)
+                result = train.train_step(
+                    model, loss.next_token_loss, stepper, microbatches,
+                    seed=cfg.seed, step=step, accumulation=cfg.accumulation,
+                )  # fmt: skip
+                run.log_step(result)
+                if validation and (run.is_due(cfg.validation_every_steps) or run.is_over):
+                    with run.validating():
+                        run.log_validation(train.evaluate(model, loss.next_token_loss, validation))
+                if run.is_due(cfg.checkpoint.save_every_steps):
+                    run.save()
+        return run.exit_code
