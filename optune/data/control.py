@@ -68,8 +68,7 @@ class PlainText:
 
     def leaks(self, text: Traced) -> bool:
         """Whether a marker of the row, fenced by `fence_markers`, stands in the text as if the template wrote it."""
-        given = plain(text)
-        return any(given.startswith(_FENCE, start + len(match[0])) for start, match in self._genuine(text))
+        return any(match.string.startswith(_FENCE, match.end()) for _, match in self._genuine(text))
 
     def encode(self, text: Traced) -> tuple[np.ndarray, list[tuple[int, int]], int]:
         """(ids, character offsets in `text`, markers that stayed control tokens because nothing else spells them)."""

@@ -102,12 +102,13 @@ class _Loader:
     def load(self, source: Source, format_name: str) -> None:
         """Reads one file; broken rows are collected, so that all of them are told at once."""
         detected = None if format_name == "auto" else format_name
+        hint = "the format is told by the first row; data.format names another" if detected is None else None
         for chunk in _chunks(read_rows(source), _CHUNK):
             prepared = []
             for line, row in chunk:
                 self.report.rows += 1
                 where = f"{source.path}:{line}"
-                with _Collecting(self, where):
+                with _Collecting(self, where, hint):
                     if isinstance(row, BadRow):
                         raise RowError(row.problem)
                     detected = detected or detect_format(row)
@@ -220,8 +221,8 @@ class _Loader:
 class _Collecting:
     """Turns what a row raises into a counted skip or a collected error that names the row."""
 
-    def __init__(self, loader: _Loader, where: str) -> None:
-        self._loader, self._where = loader, where
+    def __init__(self, loader: _Loader, where: str, hint: str | None = None) -> None:
+        self._loader, self._where, self._hint = loader, where, hint
 
     def __enter__(self) -> None: ...
 
@@ -229,7 +230,7 @@ class _Collecting:
         if isinstance(error, SkippedRow):
             self._loader.report.skip(str(error), self._where)
         elif isinstance(error, RowError):
-            self._loader._errors.append(DataError(str(error), where=self._where))
+            self._loader._errors.append(DataError(str(error), where=self._where, hint=self._hint))
         elif isinstance(error, DataError) and error.where is None:
             self._loader._errors.append(DataError(str(error), where=self._where, hint=error.hint))
         return isinstance(error, SkippedRow | RowError) or (isinstance(error, DataError) and error.where is None)

@@ -45,7 +45,7 @@ def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> Toke
     sources = read_templates(folder, settings)
     if chat_template is not None:
         sources = {"default": choose_template(chat_template, sources)}
-    return Tokenizer(folder, backend, names, sources, adds_bos=settings.get("add_bos_token"))
+    return Tokenizer(folder, backend, names, sources)
 
 
 class Tokenizer:
@@ -64,8 +64,6 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         names: dict[str, str],
         template_sources: Sources,
-        *,
-        adds_bos: bool | None = None,
     ) -> None:
         self.folder = folder
         self.names = names
@@ -78,7 +76,8 @@ class Tokenizer:
         self.eos_id: int | None = ids.get("eos_token")
         first = find_first_token(backend)
         self.bos_id: int | None = ids.get("bos_token", first)
-        self.adds_bos = self.bos_id is not None and (first == self.bos_id if adds_bos is None else adds_bos)
+        # What `tokenizer.json` does decides, as in transformers; `add_bos_token` in the config is not asked.
+        self.adds_bos = first is not None and first == self.bos_id
         self.pad_id: int = next((i for i in (ids.get("pad_token"), self.eos_id) if i is not None), 0)
         # BOS is put by `encode`, where the rendered text is known; offsets are wanted as they are.
         backend.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -44,10 +44,10 @@ class Traced(str):
         return self
 
     def __add__(self, other: str) -> str:
-        return concat((self, other)) if isinstance(other, str) else NotImplemented
+        return _add(self, other) if isinstance(other, str) else NotImplemented
 
     def __radd__(self, other: str) -> str:
-        return concat((other, self)) if isinstance(other, str) else NotImplemented
+        return _add(other, self) if isinstance(other, str) else NotImplemented
 
     def __rmod__(self, other: str) -> Any:
         return splice(lambda value: str.__mod__(other, value), self) if isinstance(other, str) else NotImplemented
@@ -127,6 +127,17 @@ class Traced(str):
             located.append(self[start : start + len(piece)])
             cursor = start + len(piece) + len(separator or "")
         return located
+
+
+def _add(left: str, right: str) -> Traced:
+    """The sum of two strings. Templates mostly add, so this is `concat` without its loop."""
+    text = str.__add__(left, right)
+    if not left or not right:
+        return Traced(text, runs_of(left or right))
+    before, after = runs_of(left), runs_of(right)
+    if before[-1][1] == after[0][1]:
+        return Traced(text, (*before[:-1], (before[-1][0] + after[0][0], after[0][1]), *after[1:]))
+    return Traced(text, before + after)
 
 
 def concat(parts: Iterable[str]) -> str:

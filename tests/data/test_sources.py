@@ -1,0 +1,209 @@
+"""Files are read as bytes, and what is broken is named by file and physical line."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optune import data
+from optune.data.sources import BadRow, list_sources, read_rows
+from optune.errors import DataError
+from tests import fixtures
+
+ROWS = [
+    fixtures.chat("w1 w2", "w3"),
+    fixtures.chat("w4", "w5"),
+    fixtures.chat("w6", "w7 w8"),
+    fixtures.chat("w9", "ok"),
+]
+LINES = [json.dumps(row).encode() for row in ROWS]
+
+
+@pytest.fixture(scope="module")
+def t0(tmp_path_factory: pytest.TempPathFactory) -> data.Tokenizer:
+    return data.load_tokenizer(fixtures.write_tokenizer(tmp_path_factory.mktemp("t0")))
+
+
+def read(path: Path) -> list[tuple[int, Any]]:
+    return [pair for source in list_sources(path) for pair in read_rows(source)]
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        (b"\n".join(LINES) + b"\n", [1, 2, 3, 4]),
+        (b"\xef\xbb\xbf" + b"\n".join(LINES), [1, 2, 3, 4]),
+        (b"\r\n".join(LINES) + b"\r\n", [1, 2, 3, 4]),
+        (b"\n" + LINES[0] + b"\n\n   \n" + b"\n \t\n".join(LINES[1:]) + b"\n\n\n", [2, 5, 7, 9]),
+        (b"\xef\xbb\xbf\n" + b"\n".join(LINES), [2, 3, 4, 5]),
+    ],
+    ids=["plain", "byte order mark", "CRLF", "blank lines", "mark on a blank line"],
+)
+def test_a09_line_ends_blank_lines_and_marks_change_nothing(
+    tmp_path: Path, t0: data.Tokenizer, content: bytes, lines: list[int]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    assert read(path) == list(zip(lines, ROWS, strict=True))
+    rows = data.load_rows(path, t0)
+    assert rows.fingerprint() == data.load_rows(fixtures.write_rows(tmp_path / "plain.jsonl", ROWS), t0).fingerprint()
+    assert [row.where for row in rows] == [f"{path}:{line}" for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"messages": [', "not JSON: Expecting value at column 15"),
+        (b"[]", "found a list, wanted an object"),
+        (b"3", "found a number, wanted an object"),
+        (b'"x"', "found text, wanted an object"),
+        (b'{"messages": "\xff"}', "not UTF-8: byte 0xff at position 15"),
+        (b'{"a": "\\ud83d"}', "surrogate"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+    ],
+)
+def test_a10_a_broken_line_is_named_by_file_and_physical_line(
+    tmp_path: Path, t0: data.Tokenizer, line: bytes, reason: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n" + LINES[0] + b"\n\n" + line + b"\n" + LINES[1] + b"\n")
+    with pytest.raises(DataError, match=reason) as caught:
+        data.load_rows(path, t0)
+    assert caught.value.where == f"{path}:4"
+    assert "messages" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_all_broken_lines_are_told_at_once(tmp_path: Path, t0: data.Tokenizer) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join([LINES[0], b"[]", LINES[1], b"{", b"7"]))
+    with pytest.raises(DataError, match=rf"{path}:2: .* \(of 5 rows 2 more cannot be used: {path}:4, {path}:5\)"):
+        data.load_rows(path, t0)
+
+
+def test_only_lf_ends_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    odd = {"text": "a\u2028b\u2029c\x85d\x0be\x0cf"}
+    path.write_text(json.dumps(odd, ensure_ascii=False) + "\n" + json.dumps({"text": "x"}) + "\n", encoding="utf-8")
+    assert read(path) == [(1, odd), (2, {"text": "x"})]
+
+
+def test_json_lists_know_the_line_of_every_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS, indent=2))
+    text = path.read_text().splitlines()
+    assert [row for _, row in read(path)] == ROWS
+    assert [number for number, _ in read(path)] == [n for n, line in enumerate(text, start=1) if line == "  {"]
+    path.write_bytes(b"\xef\xbb\xbf\n[]\n")
+    assert read(path) == []
+    path.write_bytes(b"\n".join(LINES))  # JSONL under the wrong name.
+    assert [row for _, row in read(path)] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('[\n{"a": 1},\n{"a": }\n]', 3),
+        ('[\n{"a": 1}\n{"a": 2}]', 3),
+        ('[{"a": 1}]\n\nx', 3),
+        ("[\n3,\n{}]", 2),
+        ("[{}", 1),
+    ],
+)
+def test_broken_json_lists_are_named_by_line(tmp_path: Path, text: str, line: int) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    bad = [number for number, row in read(path) if isinstance(row, BadRow)]
+    assert bad == [line]
+
+
+def test_a07_a_missing_file_is_named_by_its_absolute_path_and_never_looked_up(
+    tmp_path: Path, t0: data.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a network call")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.chdir(tmp_path)
+    fixtures.write_rows(tmp_path / "data" / "train.jsonl", ROWS)
+    with pytest.raises(DataError, match=f"{tmp_path}/data/trian.jsonl: no such data file") as caught:
+        data.load_rows("data/trian.jsonl", t0)
+    assert caught.value.hint == f"did you mean {tmp_path}/data/train.jsonl?"
+    with pytest.raises(DataError, match=f"{tmp_path}/someone/dataset: no such data file"):
+        data.load_rows("someone/dataset", t0)
+    assert len(data.load_rows("data/train.jsonl", t0)) == 4
+
+
+def test_folders_and_other_kinds_of_files_are_refused_by_name(tmp_path: Path, t0: data.Tokenizer) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path}: is a folder"):
+        data.load_rows(tmp_path, t0)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"rows.parquet: \.parquet files cannot be read"):
+        data.load_rows(tmp_path / "rows.parquet", t0)
+    with pytest.raises(DataError, match="path and format, not weight"):
+        data.load_rows([{"path": "x", "weight": 2}], t0)
+    with pytest.raises(DataError, match="no data file is named"):
+        data.load_rows([], t0)
+
+
+@dataclass
+class Entry:
+    path: str
+    format: str | None = None
+
+
+def test_several_sources_follow_one_another_each_in_its_format(tmp_path: Path, t0: data.Tokenizer) -> None:
+    first = fixtures.write_rows(tmp_path / "a.jsonl", ROWS[:2])
+    second = fixtures.write_rows(tmp_path / "b.jsonl", [{"instruction": "w1", "output": "w2", "text": "w3"}])
+    mixed = data.load_rows([str(first), {"path": str(second), "format": "text"}], t0)
+    assert [row.where for row in mixed] == [f"{first}:1", f"{first}:2", f"{second}:1"]
+    assert mixed.report.formats == {str(first): "messages", str(second): "text"}
+    as_objects = data.load_rows([Entry(str(first)), Entry(str(second), "text")], t0)
+    assert as_objects.fingerprint() == mixed.fingerprint()
+
+
+def test_files_without_rows_are_an_error(tmp_path: Path, t0: data.Tokenizer) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(DataError, match=f"{path}: no rows"):
+        data.load_rows(path, t0)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+_WORDS = "messages conversations role from content value instruction output prompt completion text tokens labels tools"
+_KEYS = f"{_WORDS} tool_calls function name weight history system".split(" ")
+_ROWS = st.recursive(
+    _JSON | st.sampled_from(["user", "assistant", "gpt", "human", "w1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    lines=st.lists(st.binary(max_size=30) | _ROWS.map(lambda row: json.dumps(row).encode()), min_size=1, max_size=4),
+    suffix=st.sampled_from([".jsonl", ".json"]),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_whatever_a_file_holds_the_answer_is_rows_or_an_error_that_names_it(
+    t0: data.Tokenizer, tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], suffix: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"fuzz{suffix}"
+    path.write_bytes(b"\n".join(lines))
+    try:
+        rows = data.load_rows(path, t0)
+    except DataError as error:
+        assert str(path) in str(error)
+    else:
+        assert all(row.trained.any() for row in rows)
