@@ -56,7 +56,7 @@ def find(run_dir: Path, *, say: Say = say_on_stderr) -> Path | None:
     return None
 
 
-def resolve(resume: str | Path | None, run_dir: Path, *, say: Say = say_on_stderr) -> Path | None:
+def resolve(resume: str | Path | None, run_dir: str | Path, *, say: Say = say_on_stderr) -> Path | None:
     """The checkpoint that the key `resume` means, every byte of it checked.
 
     None stands for a fresh start: `resume` is null, or it is `auto` and `run_dir` never finished a save. A run folder
@@ -65,7 +65,7 @@ def resolve(resume: str | Path | None, run_dir: Path, *, say: Say = say_on_stder
     if resume is None:
         return None
     if resume == "auto":
-        return find(run_dir, say=say)
+        return find(Path(run_dir), say=say)
     folder = Path(resume)
     if not folder.is_dir():
         raise ConfigError(f"{folder.absolute()} is not a folder", where="resume", hint="null, auto, or a checkpoint")
