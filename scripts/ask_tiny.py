@@ -51,15 +51,17 @@ def one_line(text: str, width: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
-    parser.add_argument("--show", type=int, default=6, help="how many questions to print with their answers")
+    parser.add_argument("--show", type=int, default=8, help="how many questions to print with their answers")
     parser.add_argument("--at-least", type=float, default=0.0, help="fail unless the last model gets this share right")
     arguments = parser.parse_args()
     rows = [json.loads(line)["messages"] for line in ROWS.read_text(encoding="utf-8").splitlines()]
     questions, expected = [row[0]["content"] for row in rows], [row[1]["content"] for row in rows]
     given = {str(folder): answer(folder, questions) for folder in arguments.models}
     width = max(map(len, given))
-    for index, question in enumerate(questions[: arguments.show]):
-        print(one_line(question, 78))
+    # One question of each kind, told by its first word.
+    kinds = {question.split()[0]: index for index, question in reversed(list(enumerate(questions)))}
+    for index in sorted(kinds.values())[: arguments.show]:
+        print(one_line(questions[index], 78))
         for folder, answers in given.items():
             mark = "✓" if answers[index] == expected[index] else "✗"
             print(f"  {mark} {folder:<{width}}  {one_line(answers[index], 74 - width)}")
