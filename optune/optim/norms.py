@@ -21,15 +21,23 @@ CHUNK = 64 * ROW
 
 def parameter_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The L2 norm of each gradient, as an fp32 scalar on the gradient's device (a DTensor for a DTensor)."""
-    by_row = [gradient.device.type == "cpu" and gradient.numel() > 4 * ROW for gradient in gradients]
-    by_row = [large and not isinstance(gradient, DTensor) for large, gradient in zip(by_row, gradients, strict=True)]
+    norms: list[Tensor | None] = [norm_by_rows(gradient) if _goes_by_rows(gradient) else None for gradient in gradients]
     # What is left for torch is small, or on a device whose reductions are trees; it takes all of it in one call.
-    rest = [gradient for gradient, large in zip(gradients, by_row, strict=True) if not large]
+    rest = [index for index, norm in enumerate(norms) if norm is None]
+    for index, norm in zip(rest, _norms_by_torch([gradients[index] for index in rest]), strict=True):
+        norms[index] = norm
+    return [norm for norm in norms if norm is not None]
+
+
+def _goes_by_rows(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.numel() > 4 * ROW and not isinstance(tensor, DTensor)
+
+
+def _norms_by_torch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if any(tensor.dtype is torch.float64 for tensor in tensors):  # torch refuses to sum these in fp32
+        return [torch.linalg.vector_norm(tensor).float() for tensor in tensors]
     foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
-    rest_norms = iter(foreach_norm(rest, 2, dtype=torch.float32) if rest else ())
-    return [
-        norm_by_rows(gradient) if large else next(rest_norms) for gradient, large in zip(gradients, by_row, strict=True)
-    ]
+    return foreach_norm(list(tensors), 2, dtype=torch.float32) if tensors else ()
 
 
 def norm_by_rows(tensor: Tensor) -> Tensor:

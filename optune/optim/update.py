@@ -80,7 +80,8 @@ class Update:
         """Sets working weights to their masters, rounded."""
         copies = [entry for entry in entries if entry.has_master]
         if copies:
-            weights, masters = [entry.weight for entry in copies], [entry.held for entry in copies]
+            weights: list[Tensor] = [entry.weight for entry in copies]
+            masters = [entry.held for entry in copies]
             torch._foreach_copy_(weights, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def drop(self, entries: Sequence[Entry]) -> None:

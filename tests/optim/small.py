@@ -19,13 +19,17 @@ WIDTH, INNER, VOCABULARY, LENGTH = 16, 40, 48, 6
 class Block(nn.Module):
     """Causal attention with q, k, v of one input, and a gated feed-forward layer."""
 
-    def __init__(self, width: int = WIDTH, inner: int = INNER, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int = WIDTH, inner: int = INNER, dropout: float = 0.0, keys: int | None = None, bias: bool = True
+    ) -> None:
         super().__init__()
+        keys = keys or width // 2
         self.attention_norm = nn.RMSNorm(width)
-        self.q = nn.Linear(width, width, bias=True)
-        self.k = nn.Linear(width, width // 2, bias=False)
-        self.v = nn.Linear(width, width // 2, bias=True)
-        self.o = nn.Linear(width // 2, width, bias=False)
+        # No bias on the keys: softmax takes it away again, so its gradient is rounding alone, which Adam blows up.
+        self.q = nn.Linear(width, width, bias=bias)
+        self.k = nn.Linear(width, keys, bias=False)
+        self.v = nn.Linear(width, keys, bias=bias)
+        self.o = nn.Linear(keys, width, bias=False)
         self.feed_norm = nn.RMSNorm(width)
         self.gate = nn.Linear(width, inner, bias=False)
         self.up = nn.Linear(width, inner, bias=False)
@@ -34,8 +38,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         normed = self.attention_norm(hidden)
-        half = self.k.out_features
-        query = self.q(normed)[..., :half]
+        query = self.q(normed)[..., : self.k.out_features]
         mixed = F.scaled_dot_product_attention(query, self.k(normed), self.v(normed), is_causal=True)
         hidden = hidden + F.dropout(self.o(mixed), self.dropout, self.training)
         normed = self.feed_norm(hidden)

@@ -57,8 +57,7 @@ class FactoredStash(Stash):
     the other; as soon as they would take more memory than dW, dW is made, and grows like any gradient. Norms, biases,
     tied weights and weights used outside their module keep their real gradient.
 
-    In `finish()` gradients are made and stepped in parts not larger than the largest one, the smallest first, so that
-    the large ones are made when most factors are gone.
+    In `finish()` gradients are made and stepped in small parts, see `make_parts`.
     """
 
     name = "factored"
@@ -183,8 +182,9 @@ class _FactoredLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (output_gradient,) = grad_outputs
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, output_gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         gradient_TO = output_gradient.reshape(-1, output_gradient.shape[-1])
         input_gradient = output_gradient @ weight if ctx.needs_input_grad[0] else None
@@ -205,8 +205,9 @@ class _FactoredEmbedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, ...]:
-        (output_gradient,) = grad_outputs
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, output_gradient: Tensor
+    ) -> tuple[None, ...]:
         (tokens,) = ctx.saved_tensors
         ctx.record(tokens.reshape(-1), output_gradient.reshape(-1, output_gradient.shape[-1]))
         return None, None, None, None
@@ -260,9 +261,12 @@ def find_layers(model: nn.Module, entries: Sequence[Entry]) -> list[Layer]:
 
 
 def make_parts(update: Update, buckets: Sequence[Bucket]) -> list[Bucket]:
-    """What is stepped together: smallest first, and no more at once than the largest parameter of a block."""
+    """What is stepped together: smallest first, and no more at once than half the largest parameter of a block.
+
+    The first parts are made while nearly all factors wait, the largest parameters, one by one, when most are gone.
+    """
     in_blocks = [entry.weight.numel() for bucket in buckets if len(bucket.entries) > 1 for entry in bucket.entries]
-    limit = max(in_blocks, default=0)
+    limit = max(in_blocks, default=0) // 2
     parts: list[list[Entry]] = [[]]
     size = 0
     for entry in sorted(update.entries, key=lambda entry: entry.weight.numel()):
