@@ -27,8 +27,9 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 EXACT = 1e-4
 """Largest difference of logits, as a share of the largest, where only the order of fp32 sums differs (3e-6 seen)."""
 
-ROUNDED = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: EXACT}
-"""The same where weights were rounded to this dtype (SmolLM2-135M, every layer adapted: 1e-2, 1.4e-3, 3e-6 seen)."""
+ROUNDED = {torch.bfloat16: 0.2, torch.float16: 0.03, torch.float32: EXACT}
+"""The same where weights were rounded to this dtype. It is wide, because rounding is chaotic at single positions
+(SmolLM2-135M, every layer adapted: 0.025 and 0.003 seen); mistakes are caught before and after it, by `EXACT`."""
 
 SAMPLE = (2, 32)
 """Rows and tokens on which logits are compared."""

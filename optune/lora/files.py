@@ -24,9 +24,7 @@ LISTED = 40
 """Tensors that an error names before it counts the rest."""
 
 
-def save(
-    model: nn.Module, folder: str | Path, *, base: str, tensors: Mapping[str, torch.Tensor] | None = None
-) -> None:
+def save(model: nn.Module, folder: str | Path, *, base: str, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
     """Writes the adapters of `model` into `folder` so that PEFT and vLLM open it.
 
     `base`: what the adapter belongs to, a hub id or a folder; a folder that exists is written as an absolute path.

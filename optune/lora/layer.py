@@ -60,7 +60,7 @@ class LoraLinear(nn.Module):
         down_RI, up_OR = self.lora_A.weight, self.lora_B.weight
         keep_NI, scale = None, self.scale
         if self.training and self.dropout > 0:
-            keep_NI = torch.empty_like(input_NI, dtype=torch.bool).bernoulli_(1 - self.dropout)
+            keep_NI = draw_keep(input_NI, 1 - self.dropout)
             scale = scale / (1 - self.dropout)
         if has_torch_function((input_NI, down_RI, up_OR)):
             # A TorchFunctionMode sees what is called with a Parameter, so it is shown plain linear layers.
@@ -74,6 +74,14 @@ class LoraLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
+
+
+def draw_keep(input_NI: Tensor, share: float) -> Tensor:
+    """Which entries dropout keeps: each with probability `share`; on CPU the very draw of nn.Dropout."""
+    if torch.compiler.is_compiling():
+        # Not bernoulli_: torch 2.13's Inductor fuses readers of the mask into kernels that run before it is drawn.
+        return torch.rand_like(input_NI, dtype=torch.float32) < share
+    return torch.empty_like(input_NI, dtype=torch.bool).bernoulli_(share)
 
 
 def merge_weight(weight_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float) -> Tensor:
