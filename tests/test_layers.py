@@ -30,9 +30,10 @@ ALLOWED = {
     "config": {"errors"},
     "breadth_first": BASE | {"loss", "optim"},
     "export": BASE | {"models", "lora"},
+    "session": BASE | {"checkpoint", "metrics", "optim", "run_folder", "signals", "train"},
     "train": BASE | {"loss", "optim", "breadth_first"},
 }
-"""Parts whose rule is not the peers' rule: `train` and `export` stand above the peers (data, models, lora, loss, …)."""
+"""Parts whose rule is not the peers' own: `train`, `session` and `export` stand above them (data, lora, loss, …)."""
 
 _LIGHT = {"__init__", "config", "errors"}
 LIGHT = [
