@@ -1,0 +1,357 @@
+"""What the immediate mode cannot see or do is refused with the reason, and no weight has changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from optune.errors import ConfigError, OptuneError, TrainingError
+from optune.optim.functional import value_and_immediate_grad
+from optune.optim.immediate import ImmediateStepper
+
+ROWS = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+class Net(nn.Module):
+    """A layer, something under test, and a head."""
+
+    def __init__(self, between: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.below = nn.Linear(4, 4)
+        self.middle = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 2)
+        self.between = between
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.between(self, self.below(rows))))
+
+
+def make_stepper(model: nn.Module, variant: Any = "local") -> ImmediateStepper:
+    return ImmediateStepper(model, torch.optim.SGD(model.parameters(), lr=0.1), variant=variant)
+
+
+@contextmanager
+def refused(model: nn.Module, error: type[OptuneError], *words: str) -> Iterator[None]:
+    """The body raises `error` with `words` in its text and a way out in its hint, and leaves all weights alone."""
+    before = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(error) as caught:
+        yield
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    assert caught.value.hint
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), f"{name} has changed"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Foreign(torch.autograd.Function):
+    """A product that torch functions cannot see into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].t() @ x
+
+
+def through_foreign(model: Net, x: Tensor) -> Tensor:
+    return Foreign.apply(x, model.middle.weight)  # type: ignore[no-any-return]
+
+
+def through_foreign_transposed(model: Net, x: Tensor) -> Tensor:
+    return Foreign.apply(x, model.middle.weight.t())  # type: ignore[no-any-return]
+
+
+def through_reentrant_checkpoint(model: Net, x: Tensor) -> Tensor:
+    return checkpoint(model.middle, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def through_data(model: Net, x: Tensor) -> Tensor:
+    return F.linear(x, model.middle.weight.data)
+
+
+def through_write_to_data(model: Net, x: Tensor) -> Tensor:
+    model.middle.weight.data = torch.ones(4, 4)
+    return model.middle(x)
+
+
+def through_hook(model: Net, x: Tensor) -> Tensor:
+    model.middle.weight.register_hook(lambda grad: grad * 0)
+    return model.middle(x)
+
+
+def through_hook_on_transposed(model: Net, x: Tensor) -> Tensor:
+    weight = model.middle.weight.t()
+    weight.register_hook(lambda grad: grad * 0)
+    return x @ weight
+
+
+def through_in_place_method(model: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.middle.weight.clamp_(-1, 1)
+    return model.middle(x)
+
+
+def through_in_place_on_transposed(model: Net, x: Tensor) -> Tensor:
+    return x @ model.middle.weight.clone().mul_(2)
+
+
+def through_item_assignment(model: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.middle.weight[0] = 1.0
+    return model.middle(x)
+
+
+@pytest.mark.parametrize("variant", ["local", "exact"])
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        (through_foreign, ("middle.weight", "foreign")),
+        (through_foreign_transposed, ("middle.weight", "foreign")),
+        (through_reentrant_checkpoint, ("reentrant",)),
+        (through_data, ("middle.weight", "reading .data")),
+        (through_write_to_data, ("middle.weight", "writing .data")),
+        (through_hook, ("middle.weight", "register_hook")),
+        (through_hook_on_transposed, ("middle.weight", "register_hook")),
+        (through_in_place_method, ("middle.weight", "clamp_")),
+        (through_in_place_on_transposed, ("middle.weight", "mul_")),
+        (through_item_assignment, ("middle.weight", "__setitem__")),
+    ],
+)
+def test_parameters_reached_behind_the_modes_back_are_refused(
+    variant: str, between: Any, words: tuple[str, ...]
+) -> None:
+    model = Net(between)
+    stepper = make_stepper(model, variant)
+    if variant == "exact" and "foreign" in words:
+        words = ("Foreign", "foreign")
+    with refused(model, TrainingError, *words), stepper.microbatch(True):
+        model(ROWS).sum().backward()
+
+
+def test_a_parameter_changed_by_a_function_whose_name_does_not_say_so_is_refused() -> None:
+    def between(model: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.add(model.middle.weight, 1, out=model.middle.weight)
+        return model.middle(x)
+
+    model = Net(between)
+    stepper = make_stepper(model)
+    with pytest.raises(TrainingError, match=r"add changes middle\.weight in place"), stepper.microbatch(True):
+        model(ROWS)
+
+
+def test_views_of_parameters_held_as_attributes_are_refused() -> None:
+    model = Net(lambda m, x: F.linear(x, m.view))
+    for view in (model.middle.weight.view(4, 4), model.middle.weight.detach(), [model.middle.weight[:2]]):
+        model.view = view
+        stepper = make_stepper(model)
+        with refused(model, ConfigError, "view", "middle.weight"), stepper.microbatch(True):
+            pass
+    model.view = None
+    weight = model.middle.weight.view(4, 4)  # held by nobody whom the mode could ask
+    model.between = lambda m, x: F.linear(x, weight)
+    stepper = make_stepper(model)
+    with refused(model, TrainingError, "middle.weight", "view"), stepper.microbatch(True):
+        model(ROWS).sum().backward()
+
+
+def test_an_embedding_that_renormalizes_its_weight_is_refused() -> None:
+    model = nn.Embedding(5, 3, max_norm=1.0)
+    stepper = make_stepper(model)
+    with refused(model, TrainingError, "max_norm"), stepper.microbatch(True):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_buffers_changed_after_they_were_combined_with_a_parameter_are_refused() -> None:
+    def between(model: Net, x: Tensor) -> Tensor:
+        masked = model.middle.weight * model.mask
+        model.mask.mul_(2)
+        return F.linear(x, masked)
+
+    model = Net(between)
+    model.register_buffer("mask", torch.ones(4, 4), persistent=False)
+    stepper = make_stepper(model)
+    with pytest.raises(TrainingError, match="a buffer that mul combined with middle"), stepper.microbatch(True):
+        model(ROWS).sum().backward()
+
+
+def test_a_function_that_writes_into_another_tensor_is_refused() -> None:
+    def between(model: Net, x: Tensor) -> Tensor:
+        out = torch.empty(3, 4)
+        with torch.enable_grad():
+            return _into(x, model.middle.weight, out)
+
+    model = Net(between)
+    stepper = make_stepper(model)
+    with refused(model, TrainingError, "changes another tensor"), stepper.microbatch(True):
+        model(ROWS).sum().backward()
+
+
+def _into(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """A function of ours that takes part in torch's protocol and writes into its last argument."""
+    if torch.overrides.has_torch_function((x, weight, out)):
+        return torch.overrides.handle_torch_function(_into, (x, weight, out), x, weight, out)
+    out.zero_()
+    return x @ weight + out
+
+
+@pytest.mark.parametrize("variant", ["local", "exact"])
+def test_backward_that_cannot_mean_what_it_says_is_refused(variant: str) -> None:
+    model = Net(lambda m, x: m.middle(x))
+
+    def attempt(body: Callable[[Tensor], Any], *words: str) -> None:
+        stepper = make_stepper(model, variant)
+        with refused(model, TrainingError, *words), stepper.microbatch(True):
+            body(model(ROWS).sum())
+
+    attempt(lambda loss: loss.backward(create_graph=True), "create_graph")
+    attempt(lambda loss: loss.backward(inputs=list(model.parameters())), "create_graph")
+    attempt(lambda loss: torch.autograd.backward([loss, loss * 2]), "2 losses")
+    stepper = make_stepper(model, variant)
+    with pytest.raises(TrainingError, match="a second backward"), stepper.microbatch(True):
+        loss = model(ROWS).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def test_gradients_taken_outside_of_the_microbatch_are_refused() -> None:
+    model = Net(lambda m, x: m.middle(x))
+    stepper = make_stepper(model)
+    with stepper.microbatch(True):
+        loss = model(ROWS).sum()
+    with refused(model, TrainingError, "outside of the microbatch"):
+        loss.backward()
+    with refused(model, TrainingError, "no backward ran"):
+        stepper.finish()
+    stepper = make_stepper(model)
+    rows = ROWS.clone().requires_grad_()
+    with refused(model, TrainingError, "outside of the microbatch"), stepper.microbatch(True):
+        torch.autograd.grad(model(rows).sum(), rows)
+
+
+def test_an_activation_carried_over_from_an_earlier_microbatch_is_refused_unless_detached() -> None:
+    carried: list[Tensor] = []
+
+    def between(model: Net, x: Tensor) -> Tensor:
+        x = model.middle(x) + (carried[-1] if carried else 0)
+        carried.append(x)
+        return x
+
+    model = Net(between)
+    stepper = make_stepper(model)
+    with stepper.microbatch(True):
+        model(ROWS).sum().backward()
+    stepper.finish()
+    with refused(model, TrainingError, "earlier microbatch"), stepper.microbatch(True):
+        model(ROWS).sum().backward()
+    carried[:] = [carried[0].detach()]
+    with stepper.microbatch(True):
+        model(ROWS).sum().backward()
+    stepper.finish()
+
+
+def test_settings_that_cannot_be_right_are_refused_with_their_key() -> None:
+    model = Net(lambda m, x: m.middle(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for settings, key in (
+        ({"max_grad_norm": 1.0}, "max_grad_norm"),
+        ({"max_parameter_grad_norm": 0.0}, "max_parameter_grad_norm"),
+        ({"variant": "exactly"}, "variant"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ImmediateStepper(model, optimizer, **settings)  # type: ignore[arg-type]
+        assert caught.value.where == key
+    stepper = ImmediateStepper(model, optimizer)
+    with pytest.raises(ConfigError) as caught, stepper.microbatch(False):
+        pass
+    assert caught.value.where == "gradient_accumulation_steps"
+    with stepper.microbatch(True):
+        model(ROWS).sum().backward()
+    with pytest.raises(ConfigError) as caught, stepper.microbatch(True):
+        pass
+    assert caught.value.where == "gradient_accumulation_steps"
+
+
+class TogetherOnly(torch.optim.SGD):
+    """Scales every rate by the number of parameters that have a gradient: cannot be stepped in parts."""
+
+    def step(self, closure: Any = None) -> None:
+        count = sum(p.grad is not None for group in self.param_groups for p in group["params"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad, alpha=-group["lr"] / count)
+
+
+def test_optimizers_that_cannot_be_stepped_on_one_parameter_are_refused() -> None:
+    model = Net(lambda m, x: m.middle(x))
+    for factory in (TogetherOnly, torch.optim.LBFGS):
+        with pytest.raises(ConfigError) as caught:
+            ImmediateStepper(model, factory(model.parameters(), lr=0.1))
+        assert caught.value.where == "optimizer._target_"
+
+
+@pytest.mark.slow
+def test_compiled_and_hooked_models_are_refused_before_the_first_step() -> None:
+    def build(change: Callable[[Net], Any]) -> nn.Module:
+        model = Net(lambda m, x: m.middle(x))
+        changed = change(model)
+        return changed if isinstance(changed, nn.Module) else model
+
+    for change, word in (
+        (lambda m: m.middle.compile(), "middle is compiled"),
+        (lambda m: setattr(m, "middle", torch.compile(m.middle)), "middle is compiled"),
+        (lambda m: torch.compile(m), "compiled"),
+        (lambda m: m.middle.weight.register_hook(lambda grad: grad), "middle.weight: it has hooks"),
+        (lambda m: m.middle.weight.register_post_accumulate_grad_hook(print), "middle.weight: it has hooks"),
+    ):
+        model = build(change)
+        with pytest.raises(ConfigError, match=word):
+            make_stepper(model)
+
+
+@pytest.mark.slow
+def test_a_compiled_function_that_reads_parameters_is_right_or_refused() -> None:
+    plain = Net(lambda m, x: F.linear(x, m.middle.weight).relu())
+    model = copy.deepcopy(plain)
+    compiled = torch.compile(lambda x: F.linear(x, model.middle.weight).relu(), backend="aot_eager")
+    compiled(torch.ones(3, 4))
+    model.between = lambda m, x: compiled(x)
+    for net in (plain, model):
+        stepper = make_stepper(net)
+        try:
+            with stepper.microbatch(True):
+                net(ROWS).pow(2).sum().backward()
+        except OptuneError:
+            return
+    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize(
+    ("params", "word"), [({"w": 1.0}, "w is float"), ({"w": torch.ones(2, dtype=torch.int64)}, "w is torch.int64")]
+)
+def test_functional_form_refuses_what_is_no_parameter(params: Any, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        value_and_immediate_grad(lambda p: p["w"].sum(), params, lambda name, p, g: p - g)
+
+
+def test_functional_form_refuses_an_update_of_another_shape_or_dtype() -> None:
+    params = {"layers": [torch.ones(2)]}
+    for update in (lambda name, p, g: (p - g)[:1], lambda name, p, g: (p - g).double()):
+        with pytest.raises(ConfigError, match=r"update\('layers.0'\)"):
+            value_and_immediate_grad(lambda p: p["layers"][0].sum(), params, update)

@@ -1,0 +1,433 @@
+"""The immediate stepper in training: optimizers and their state, norms, clipping, checkpointing, masters, processes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from optune.errors import ConfigError, TrainingError
+from optune.optim import Stepper, build_optimizer, build_schedule, build_stepper, named_masters, set_learning_rate
+from optune.optim.functional import value_and_immediate_grad
+from optune.optim.immediate import ImmediateStepper
+from tests.optim import small
+from tests.optim.immediate_reference import step_layer_by_layer, step_leaf_modules
+
+
+def build(model: nn.Module, factory: Any = torch.optim.SGD, **settings: Any) -> torch.optim.Optimizer:
+    masters = settings.pop("master_weights", "none")
+    return build_optimizer(model.named_parameters(), factory=factory, settings=settings, master_weights=masters)
+
+
+class Chain(nn.Module):
+    """Three linear layers with tanh between."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return self.layers[-1](x)
+
+
+def step_chain(model: Chain, optimizer: torch.optim.Optimizer, rows: Tensor, labels: Tensor) -> None:
+    """One step of `local` written out; the optimizer sees one layer's gradients at a time."""
+    with torch.no_grad():
+        inputs = [rows]
+        for layer in model.layers:
+            inputs.append(torch.tanh(layer(inputs[-1])))
+    logits = model.layers[-1](inputs[-2]).detach().requires_grad_()
+    (grad,) = torch.autograd.grad(F.cross_entropy(logits, labels), logits)
+    for index in reversed(range(3)):
+        layer = model.layers[index]
+        layer.weight.grad, layer.bias.grad = grad.t() @ inputs[index], grad.sum(0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        grad = (grad @ layer.weight.detach()) * (1 - inputs[index] ** 2)
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": False}),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}),
+    (torch.optim.Adafactor, {"lr": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("factory", "settings"), OPTIMIZERS)
+def test_weights_and_state_equal_the_chain_written_out_under_a_schedule(factory: Any, settings: dict[str, Any]) -> None:
+    ours, reference = Chain(), Chain()
+    optimizer, expected = build(ours, factory, **settings), build(reference, factory, **settings)
+    schedule = build_schedule(name="cosine", total_steps=6, warmup_steps=2)
+    stepper = build_stepper(ours, optimizer, when="immediate")
+    for step in range(6):
+        rows, labels = torch.randn(4, 5), torch.randint(0, 5, (4,))
+        set_learning_rate(optimizer, schedule, step)
+        set_learning_rate(expected, schedule, step)
+        with stepper.microbatch(True):
+            F.cross_entropy(ours(rows), labels).backward()
+        stepper.finish()
+        step_chain(reference, expected, rows, labels)
+    small.assert_same(small.snapshot(ours, optimizer), small.snapshot(reference, expected), rtol=2e-6)
+    standard = build(Chain(), factory, **settings)
+    assert [g.keys() for g in optimizer.state_dict()["param_groups"]] == [
+        g.keys() for g in standard.state_dict()["param_groups"]
+    ]
+
+
+def test_it_is_a_stepper_that_names_its_variant_and_leaves_no_hooks() -> None:
+    model = Chain()
+    stepper = build_stepper(model, build(model, lr=0.1), when="immediate", max_parameter_grad_norm=0.5)
+    assert isinstance(stepper, Stepper)
+    assert stepper.passes == 1
+    assert stepper.describe().startswith("immediate, local: each of 6 parameters")
+    assert "each gradient clipped to norm 0.5" in stepper.describe()
+    assert all(not p._backward_hooks and not p._post_accumulate_grad_hooks for p in model.parameters())
+    stepper.close()
+
+
+@pytest.mark.parametrize("variant", ["local", "exact"])
+def test_grad_norm_is_that_of_the_gradients_used(variant: Any) -> None:
+    model = Chain()
+    before = copy.deepcopy(model)
+    stepper = ImmediateStepper(model, build(model, lr=0.1), variant=variant)
+    with stepper.microbatch(True):
+        model(torch.randn(4, 5)).pow(2).sum().backward()
+    stats = stepper.finish()
+    moved = [(a - b).detach() / 0.1 for a, b in zip(before.parameters(), model.parameters(), strict=True)]
+    assert stats.grad_norm == pytest.approx(math.sqrt(sum(float(m.pow(2).sum()) for m in moved)), rel=1e-4)
+    assert stats.clip_factor == 1.0
+    assert not stats.skipped
+
+
+def test_each_gradient_is_clipped_by_its_own_norm_and_the_norm_is_logged_before() -> None:
+    rows = torch.randn(4, 5)
+    free, clipped = Chain(), Chain()
+    start = copy.deepcopy(free)
+    steppers = [
+        ImmediateStepper(free, build(free, lr=1.0)),
+        ImmediateStepper(clipped, build(clipped, lr=1.0), max_parameter_grad_norm=0.25),
+    ]
+    for model, stepper in zip((free, clipped), steppers, strict=True):
+        with stepper.microbatch(True):
+            model(rows).pow(2).sum().backward()
+    stats = [stepper.finish() for stepper in steppers]
+    norms = {
+        name: [
+            float((model.get_parameter(name) - start.get_parameter(name)).detach().norm()) for model in (free, clipped)
+        ]
+        for name, _ in start.named_parameters()
+    }
+    # The last layer sees the same incoming gradient in both: the same direction, a shorter way.
+    for name in ("layers.2.weight", "layers.2.bias"):
+        whole, short = norms[name]
+        assert short == pytest.approx(min(whole, 0.25), rel=1e-4)
+        step = free.get_parameter(name) - start.get_parameter(name)
+        torch.testing.assert_close(
+            clipped.get_parameter(name) - start.get_parameter(name), step * short / whole, rtol=1e-4, atol=1e-6
+        )
+    assert all(short <= 0.25 * (1 + 1e-4) for _, short in norms.values())
+    assert 0 < stats[1].clip_factor <= 0.25 / norms["layers.2.weight"][0] * (1 + 1e-4)
+    assert stats[1].grad_norm is not None and stats[1].grad_norm > 0.25
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_used() -> None:
+    model = Chain()
+    with torch.no_grad():
+        model.layers[0].bias[0] = math.inf  # tanh makes it 1, and its gradient 0 · inf further down is NaN
+        model.layers[0].weight[1] = math.nan
+    before = copy.deepcopy(model)
+    stepper = ImmediateStepper(model, build(model, torch.optim.AdamW, lr=0.1))
+    with pytest.raises(TrainingError, match=r"layers\.2\.weight has norm nan") as caught, stepper.microbatch(True):
+        model(torch.randn(4, 5)).sum().backward()
+    assert "last checkpoint is intact" in (caught.value.hint or "")
+    torch.testing.assert_close(dict(model.state_dict()), dict(before.state_dict()), rtol=0, atol=0, equal_nan=True)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def one_step(
+    model: nn.Module, *, variant: Any = "local", seed: int = 3, tokens: Tensor | None = None, lr: float = 0.05
+) -> None:
+    tokens = torch.randint(0, small.VOCABULARY, (2, small.LENGTH), generator=torch.Generator().manual_seed(0))
+    stepper = ImmediateStepper(model, build(model, lr=lr), variant=variant)
+    torch.manual_seed(seed)
+    with stepper.microbatch(True):
+        (small.loss_sum(model, tokens) / 10).backward()
+    stepper.finish()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("variant", ["local", "exact"])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_activation_checkpointing_changes_no_bit(tied: bool, variant: str, early_stop: bool) -> None:
+    plain = small.SmallModel(tied=tied, dropout=0.2)
+    checkpointed = small.SmallModel(tied=tied, dropout=0.2)
+    checkpointed.activation_checkpointing = "block"
+    one_step(plain, variant=variant)
+    with set_checkpoint_early_stop(early_stop):
+        one_step(checkpointed, variant=variant)
+    for (name, left), right in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
+class Looped(nn.Module):
+    """One block used three times, each time under a checkpoint, and a nested checkpoint around two of them."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(small.VOCABULARY, small.WIDTH)
+        self.block = small.Block()
+        self.bias = nn.Parameter(torch.randn(small.WIDTH))
+        self.head = nn.Linear(small.WIDTH, small.VOCABULARY)
+        self.checkpointed = checkpointed
+
+    def run(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return checkpoint(function, x, use_reentrant=False) if self.checkpointed else function(x)  # type: ignore[return-value]
+
+    def twice(self, x: Tensor) -> Tensor:
+        # The block's last function saves nothing that its gradient needs.
+        return self.run(self.block, self.run(self.block, x)) + self.bias
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.run(self.block, self.run(self.twice, self.embed(tokens))))
+
+
+def test_blocks_used_again_and_nested_checkpoints_change_no_bit() -> None:
+    plain, checkpointed = Looped(False), Looped(True)
+    start = copy.deepcopy(plain)
+    one_step(plain)
+    one_step(checkpointed)
+    for (name, left), right, before in zip(
+        plain.named_parameters(), checkpointed.parameters(), start.parameters(), strict=True
+    ):
+        assert torch.equal(left, right), name
+        assert not torch.equal(left, before), name
+
+
+def test_a_checkpoint_that_would_repeat_with_new_weights_is_refused() -> None:
+    class Reads(Looped):
+        def forward(self, tokens: Tensor) -> Tensor:
+            def reads(x: Tensor) -> Tensor:
+                with torch.no_grad():
+                    size = F.linear(x, self.head.weight).norm()
+                return torch.tanh(x * size)
+
+            return self.head(self.run(reads, self.embed(tokens)))
+
+    with pytest.raises(TrainingError, match=r"repeats a forward pass after head\.weight"):
+        one_step(Reads(True))
+    one_step(Reads(False))
+
+
+def test_local_and_exact_equal_references_on_a_decoder_like_model_in_float64() -> None:
+    tokens = torch.randint(0, small.VOCABULARY, (2, small.LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def loss(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    block = ["attention_norm", "q", "k", "v", "o", "feed_norm", "gate", "up", "down"]
+    order = ["embed", *(f"blocks.{i}.{name}" for i in range(2) for name in block), "norm", "head"]
+    for variant in ("local", "exact"):
+        ours = small.SmallModel(blocks=2).double()
+        ours.long_rows = None  # type: ignore[assignment]
+        # Attention's arguments are computed in the order q, k, v; so are their turns.
+        reference = copy.deepcopy(ours)
+        stepper = ImmediateStepper(ours, build(ours, lr=0.3), variant=variant)
+        with stepper.microbatch(True):
+            loss(ours).backward()
+        stepper.finish()
+        if variant == "local":
+            step_leaf_modules(reference, loss, 0.3)
+        else:
+            layers = [
+                [f"{name}.{key}" for key, _ in reference.get_submodule(name).named_parameters()] for name in order
+            ]
+            step_layer_by_layer(reference, loss, layers, 0.3)
+        for (name, left), right in zip(ours.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=1e-12, msg=f"{variant} {name}")
+
+
+def test_fp32_masters_take_the_update_and_the_rounded_weight_passes_on_the_gradient() -> None:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(torch.bfloat16)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False)).to(torch.bfloat16)
+    first, second = (layer.weight.detach().clone() for layer in model)
+    rows, upstream = draw(4, 6), draw(4, 3)
+    optimizer = build(model, lr=0.01, master_weights="fp32")
+    stepper = build_stepper(model, optimizer, when="immediate")
+    with stepper.microbatch(True):
+        model(rows).backward(upstream)
+    stepper.finish()
+    new_second = second.float() - 0.01 * (upstream.t() @ F.linear(rows, first)).float()
+    new_first = first.float() - 0.01 * ((upstream @ new_second.bfloat16()).t() @ rows).float()
+    masters = named_masters(model.named_parameters(), optimizer)
+    for name, expected in (("0.weight", new_first), ("1.weight", new_second)):
+        assert masters[name].dtype is torch.float32
+        torch.testing.assert_close(masters[name], expected, rtol=0, atol=1e-6)
+        assert torch.equal(model.get_parameter(name), masters[name].bfloat16())
+
+
+def test_autocast_layers_are_differentiated_under_the_autocast_of_their_forward() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    start = copy.deepcopy(model)
+    rows, upstream = torch.randn(4, 6), torch.randn(4, 3).bfloat16()
+    stepper = ImmediateStepper(model, build(model, lr=0.5))
+    with stepper.microbatch(True), torch.autocast("cpu", torch.bfloat16):
+        output = model(rows)
+        assert output.dtype is torch.bfloat16
+        output.backward(upstream)  # autocast is still on here, which must not matter
+    stepper.finish()
+
+    def pull(layer: nn.Module, x: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return torch.autograd.grad(layer(x), leaves, grad)
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.no_grad():
+        hidden = start[1](start[0](rows))
+    grads = pull(start[2], hidden, list(start[2].parameters()), upstream)
+    with torch.no_grad():
+        for parameter, grad in zip(start[2].parameters(), grads, strict=True):
+            parameter -= 0.5 * grad
+    inner = hidden.clone().requires_grad_()
+    (grad,) = pull(start[2], inner, [inner], upstream)
+    grad = (grad * (1 - hidden * hidden)).to(torch.bfloat16)
+    grads = pull(start[0], rows, list(start[0].parameters()), grad)
+    with torch.no_grad():
+        for parameter, grad in zip(start[0].parameters(), grads, strict=True):
+            parameter -= 0.5 * grad
+    assert torch.equal(model[2].weight, start[2].weight)
+    torch.testing.assert_close(model[0].weight, start[0].weight, rtol=0, atol=2e-2)
+    assert (
+        (model[0].weight - start[0].weight).abs().max() < 0.02 < (model[0].weight - nn.Linear(6, 6).weight).abs().max()
+    )
+
+
+def test_reduce_may_work_in_place_without_touching_the_gradient_that_flows_on() -> None:
+    """The gradient of a bias of the activation's own shape is the incoming gradient itself."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.below, self.shift = nn.Linear(3, 3), nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.below(rows) + self.shift
+
+    rows = torch.randn(4, 3)
+    results = []
+    for reduce in (lambda grad: grad.mul_(0.5), lambda grad: grad * 0.5):
+        model = Shift()
+        stepper = ImmediateStepper(model, build(model, lr=0.1), reduce=reduce)
+        with stepper.microbatch(True):
+            model(rows).pow(2).sum().backward()
+        stepper.finish()
+        results.append(model)
+    for left, right in zip(*(model.parameters() for model in results), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_frozen_parameters_stay_and_cost_no_node() -> None:
+    model = Chain()
+    model.layers[1].requires_grad_(False)
+    before = copy.deepcopy(model)
+    stepper = ImmediateStepper(model, build_optimizer_of_trained(model))
+    with stepper.microbatch(True):
+        output = model(torch.randn(4, 5))
+        assert "Operation" in type(output.grad_fn).__name__
+        assert "Operation" not in type(output.grad_fn.next_functions[1][0].next_functions[0][0]).__name__  # type: ignore[union-attr]
+        output.pow(2).sum().backward()
+    stepper.finish()
+    assert torch.equal(model.layers[1].weight, before.layers[1].weight)
+    assert not torch.equal(model.layers[0].weight, before.layers[0].weight)
+
+
+def build_optimizer_of_trained(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def test_functional_form_takes_tied_leaves_and_gives_zeros_for_unused_ones() -> None:
+    shared = torch.randn(3, 3)
+    params = {"a": shared, "b": [shared, torch.randn(2)]}
+    calls: list[str] = []
+
+    def update(name: str, parameter: Tensor, grad: Tensor) -> Tensor:
+        calls.append(name)
+        return parameter - grad
+
+    def loss(p: Any, scale: float, *, offset: Tensor) -> Tensor:
+        return (p["a"] @ torch.tanh(p["b"][0]) * scale + offset).sum()
+
+    result = value_and_immediate_grad(loss, params, update, args=(2.0,), kwargs={"offset": torch.ones(3)})
+    assert calls == ["a", "b.1"]
+    assert result.params["a"] is result.params["b"][0]
+    assert torch.equal(result.grads["b"][1], torch.zeros(2))
+    leaf = shared.clone().requires_grad_()
+    (grad,) = torch.autograd.grad((leaf @ torch.tanh(leaf) * 2).sum(), leaf)
+    torch.testing.assert_close(result.grads["a"], grad)
+
+
+def mean_over_ranks(grad: Tensor) -> Tensor:
+    dist.all_reduce(grad)
+    return grad.div_(dist.get_world_size())
+
+
+def train(model: nn.Module, variant: Any, rows: Tensor, labels: Tensor, reduce: Any = None) -> list[float | None]:
+    """Three steps of AdamW; the logged norms."""
+    stepper = ImmediateStepper(model, build(model, torch.optim.AdamW, lr=0.01), variant=variant, reduce=reduce)
+    norms = []
+    for step in range(3):
+        with stepper.microbatch(True):
+            F.cross_entropy(model(rows[step]), labels[step]).backward()
+        norms.append(stepper.finish().grad_norm)
+    return norms
+
+
+def train_rank(rank: int, folder: Path, rows: Tensor, labels: Tensor) -> None:
+    """One of two processes, with its half of the rows; writes weights and norms."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    mine = slice(4 * rank, 4 * rank + 4)
+    for variant in ("local", "exact"):
+        model = Chain()
+        norms = train(model, variant, rows[:, mine], labels[:, mine], mean_over_ranks)
+        torch.save((model.state_dict(), norms), folder / f"{variant}-{rank}.pt")
+    with pytest.raises(ConfigError, match="DistributedDataParallel"):
+        ImmediateStepper(nn.parallel.DistributedDataParallel(model), build(model, lr=0.1))
+    sharded = Chain()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ConfigError, match="sharded"):
+        ImmediateStepper(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_with_the_joined_rows_and_ddp_and_shards_are_refused(tmp_path: Path) -> None:
+    rows, labels = torch.randn(3, 8, 5), torch.randint(0, 5, (3, 8))
+    torch.multiprocessing.spawn(train_rank, (tmp_path, rows, labels), nprocs=2)
+    for variant in ("local", "exact"):
+        model = Chain()
+        norms = train(model, variant, rows, labels)
+        ranks = [torch.load(tmp_path / f"{variant}-{rank}.pt") for rank in range(2)]
+        for name, value in model.state_dict().items():
+            assert torch.equal(ranks[0][0][name], ranks[1][0][name]), name
+            torch.testing.assert_close(ranks[0][0][name], value, rtol=0, atol=1e-6)
+        assert ranks[0][1] == pytest.approx(norms, rel=1e-5)
