@@ -28,8 +28,8 @@ from optune.optim.immediate_refuse import (
     reads_only_facts,
     refuse_backward_options,
     refuse_changes,
+    refuse_foreign_node,
     refuse_hidden_access,
-    refuse_reentrant_node,
     single_root,
     works_in_place,
 )
@@ -221,7 +221,7 @@ class ExactSweep(TorchFunctionMode):
             self._turns.setdefault(slot, (len(self._tape), 0))
         groups: dict[Turn, list[Slot]] = {}
         for node in nodes_below(loss):
-            refuse_reentrant_node(node)
+            refuse_foreign_node(node)
             slot = self.reader.slots.get(id(getattr(node, "variable", None)))
             if slot is None:
                 continue

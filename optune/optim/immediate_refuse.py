@@ -82,6 +82,17 @@ def refuse_reentrant_node(node: Any) -> None:
         )
 
 
+def refuse_foreign_node(node: Any) -> None:
+    """Refuses an autograd Function, whose inside cannot be recorded and repeated with its gradient."""
+    refuse_reentrant_node(node)
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        raise reason_hidden(
+            f"the exact variant cannot repeat {type(node).__name__.removesuffix('Backward')}, a foreign autograd "
+            "Function",
+            "use torch functions inside the forward pass, or the local variant",
+        )
+
+
 def refuse_backward_options(state: str, create_graph: bool, inputs: Any) -> None:
     """Refuses what a backward pass that changes weights cannot mean."""
     if state != "forward":
