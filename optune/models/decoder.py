@@ -198,6 +198,9 @@ class Decoder(nn.Module):
 
     def run_block(self, block: nn.Module, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
         """One block; with activation checkpointing its inside is computed again in backward, with the same dropout."""
+        if context.cache is not None:
+            # Without compiled code, which would be made anew for each layer's place in the cache.
+            return block._call_impl(hidden_BTD, context)  # pyright: ignore[reportReturnType]
         if self.activation_checkpointing == "block" and torch.is_grad_enabled():
             return checkpoint(block, hidden_BTD, context, use_reentrant=False, preserve_rng_state=True)  # pyright: ignore
         return block(hidden_BTD, context)

@@ -14,7 +14,7 @@ from optune.errors import ModelError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Everything of a model but pickled weights and copies in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
-_UNWANTED = ["*/*", "consolidated*"]
+_UNWANTED = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*"]
 _PATIENCE_S = 8.0
 """How long the hub may take for its first answer."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optune import models
+from optune import generation, models
 from optune.models import decoder as decoder_module
 from tests import fixtures
 
@@ -199,3 +199,7 @@ def test_all_blocks_share_one_compiled_graph_and_lengths_do_not_pile_up(tmp_path
     for length in (6, 5, 4, 3):
         model(TOKENS_BT[:, :length]).sum().backward()
     assert counter.frame_count <= 2, "one graph for the first length, one for any length"
+    before = counter.frame_count
+    texts = generation.generate(model, [[0, 7], [0, 8, 30]], max_new_tokens=4)
+    assert counter.frame_count == before, "generating must not compile for every layer and length"
+    assert texts == generation.generate(load(tmp_path, num_hidden_layers=4), [[0, 7], [0, 8, 30]], max_new_tokens=4)

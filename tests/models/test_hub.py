@@ -118,8 +118,9 @@ def test_a_download_leaves_pickled_weights_behind(no_hub: Path, monkeypatch: pyt
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert models.download("owner/name", no_hub / "here", revision="v1") == no_hub
     assert (asked["repo_id"], asked["revision"], asked["local_dir"]) == ("owner/name", "v1", no_hub / "here")
-    names = ["config.json", "model.safetensors", "pytorch_model.bin", "original/consolidated.00.pth", "tokenizer.model"]
+    kept = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "additional_chat_templates/rag.jinja"]
+    left = ["pytorch_model.bin", "original/tokenizer.model", "consolidated.safetensors", "onnx/config.json", "a/b.pth"]
     wanted = filter_repo_objects(
-        names, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+        kept + left, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
     )
-    assert list(wanted) == ["config.json", "model.safetensors", "tokenizer.model"]
+    assert list(wanted) == kept

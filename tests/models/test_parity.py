@@ -151,6 +151,14 @@ def test_logits_and_every_gradient_equal_transformers(tmp_path: Path, name: str)
     assert_same_gradients(decoder, judge)
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, *ROPES])
+def test_a_config_that_transformers_writes_again_means_the_same(tmp_path: Path, name: str) -> None:
+    judge, folder = write_judge(tmp_path / "before", FAMILIES.get(name) or {"model_type": "llama", **ROPES[name]})
+    judge.save_pretrained(tmp_path / "after")
+    before, after = models.check(folder), models.check(tmp_path / "after")
+    assert after == before
+
+
 @pytest.mark.parametrize("name", ["dynamic", "longrope", "longrope_by_lengths", "yarn"])
 def test_sequences_within_the_original_length_equal_transformers(tmp_path: Path, name: str) -> None:
     judge, folder = write_judge(tmp_path, {"model_type": "qwen2", **ROPES[name]})
