@@ -22,7 +22,7 @@ _ABSENT = "(not set)"
 
 def progress_bytes(step: int, progress: Mapping[str, Any]) -> bytes:
     """`progress.json`: what the recipe hands in, with the step, the versions and the time."""
-    versions = {"optune": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = _versions() | {"python": platform.python_version()}
     saved_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     content = {**_json_ready(progress), "step": step, "versions": versions, "saved_at": saved_at}
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
@@ -91,10 +91,15 @@ def refuse_changes(differences: Collection[Difference], allowed: Collection[str]
 
 
 def compare_versions(progress: Mapping[str, Any]) -> list[Difference]:
-    """The libraries that are not the ones which the checkpoint was made with: results may differ in the last bit."""
-    now = {"optune": __version__, "torch": torch.__version__}
+    """What computes otherwise than when the checkpoint was made, so that results may differ in the last bit: other
+    libraries, another number of threads (sums are split among them)."""
+    now = _versions()
     old = progress.get("versions", {})
     return [Difference(name, old.get(name), version) for name, version in now.items() if old.get(name) != version]
+
+
+def _versions() -> dict[str, Any]:
+    return {"optune": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -76,8 +76,8 @@ def test_an_allowed_name_does_not_allow_names_that_begin_alike() -> None:
 
 
 def test_other_library_versions_are_told() -> None:
-    now = {"versions": {"optune": __version__, "torch": torch.__version__}}
-    assert checkpoint.compare_versions(now) == []
-    assert checkpoint.compare_versions({"versions": {"optune": __version__, "torch": "1.0"}}) == [
+    same = {"optune": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    assert checkpoint.compare_versions({"versions": same}) == []
+    assert checkpoint.compare_versions({"versions": same | {"torch": "1.0"}}) == [
         Difference("torch", "1.0", torch.__version__)
     ]

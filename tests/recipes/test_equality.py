@@ -38,8 +38,8 @@ EXACT_STASHES = ("hold", "cpu", "alias", "two_pass")
 
 
 def allowed(row: Row) -> bool:
-    """alias needs fp32 masters over bf16 weights; what holds for it there is compared there."""
-    return True
+    """alias needs fp32 masters over bf16 weights; adapters are fp32 and have none."""
+    return not (row["stash"] == "alias" and row["recipe"] == "lora_finetune")
 
 
 def settings(row: Row) -> list[str]:
