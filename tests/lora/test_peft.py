@@ -98,6 +98,17 @@ def test_saved_adapter_loads_bit_equal_into_a_new_and_an_adapted_model(tmp_path:
         assert set(lora.trainable(other)) == set(lora.state(model))
 
 
+def test_a_snapshot_is_written_in_place_of_what_training_has_changed_since(tmp_path: Path) -> None:
+    model = ours(tmp_path / "base")
+    snapshot = {name: tensor.clone() for name, tensor in lora.state(model).items()}
+    for parameter in lora.trainable(model).values():
+        parameter.data += 1
+    lora.save(model, tmp_path / "adapter", base="x", tensors=snapshot)
+    written = load_file(tmp_path / "adapter" / lora.WEIGHTS_FILE)
+    assert set(written) == {f"base_model.model.{name}" for name in snapshot}
+    assert all(torch.equal(written[f"base_model.model.{name}"], tensor) for name, tensor in snapshot.items())
+
+
 def test_bf16_adapter_becomes_fp32_unless_asked(tmp_path: Path) -> None:
     folder, _ = written_by_peft(tmp_path)
     tensors = {key: tensor.bfloat16() for key, tensor in load_file(folder / lora.WEIGHTS_FILE).items()}
