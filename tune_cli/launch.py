@@ -107,8 +107,12 @@ def launch(launch_words: Sequence[str], worker_words: Sequence[str]) -> int:
 
 
 def _count_workers(options: Any) -> int:
-    from torch.distributed.run import determine_local_world_size
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
+    try:
+        parse_min_max_nnodes(options.nnodes)
+    except (ValueError, RuntimeError):
+        raise ConfigError(f"--nnodes must be a number or min:max, not {options.nnodes!r}") from None
     try:
         return max(1, determine_local_world_size(options.nproc_per_node))
     except ValueError:

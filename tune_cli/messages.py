@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
 
 from optune.errors import OptuneError
@@ -27,6 +26,8 @@ def report(error: BaseException, *, exit_code: int) -> int:
     if ERROR_FILE in os.environ:
         _leave_for_parent(causes, exit_code)
     if os.environ.get(DEBUG):
+        import traceback
+
         traceback.print_exception(error)
     if not os.environ.get(QUIET_WORKER) or _is_restarted():
         print_causes(causes)

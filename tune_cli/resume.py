@@ -20,6 +20,13 @@ def run(words: list[str]) -> int:
     """Reads the run folder, checks the config, trains."""
     parser = Parser("resume", USAGE, DESCRIPTION)
     parser.add_argument("--recipe", metavar="RECIPE", help="the recipe, where its file has moved since the run began")
+    parser.add_argument(
+        "--allow-change",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="let KEY, which alters training, have another value than in the checkpoint",
+    )
     add_allow_target(parser)
     launch_words, rest = split_launch_options(words, parser)
     options, others = parser.split(rest)
@@ -29,7 +36,8 @@ def run(words: list[str]) -> int:
     config = find_saved_config(folder)
     recipe = load_recipe(options.recipe or read_recipe_name(config))
     resumed = [write_override("resume", "auto"), write_override("output_dir", str(folder), is_path=True)]
-    request = Request(recipe, config, [*resumed, *others[1:]], options.allow_target)
+    allowed = f"allow_change=[{','.join(options.allow_change)}]"
+    request = Request(recipe, config, [*resumed, allowed, *others[1:]], options.allow_target)
     cfg = request.load()
     if launch_words:
         return launch(launch_words, ["resume", *rest])

@@ -13,7 +13,8 @@ from optune.config.convert import FAILED, convert
 from optune.config.nodes import TARGET, Mapping, Node, Sequence, to_node
 from optune.config.options import rules_of
 from optune.config.problems import Problems
-from optune.config.targets import check_keywords, check_names
+from optune.config.target_keywords import GROUPS, check_groups, check_targets
+from optune.config.targets import check_names
 
 T = TypeVar("T")
 
@@ -40,9 +41,11 @@ def load(
         for name, kind in kinds.items():
             setattr(cfg, name, check_names(getattr(cfg, name), kind, name, where, allow_targets, problems))
     problems.raise_if_any()
-    for name, kind in kinds.items():
-        check_keywords(getattr(cfg, name), kind, name, where, problems)
+    problems = check_targets(vars(cfg), kinds, where)
     problems.raise_if_any()
+    if {GROUPS, "optimizer"} <= vars(cfg).keys():
+        check_groups(vars(cfg)[GROUPS], vars(cfg)["optimizer"], where, problems)
+        problems.raise_if_any()
     return cfg
 
 

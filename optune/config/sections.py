@@ -96,7 +96,7 @@ class CheckpointSection:
     """When the run is saved. The last step is always saved."""
 
     save_every_steps: int | None = option(None, minimum=1)
-    keep_last: int = option(2, minimum=1)
+    keep_last: int | None = option(2, minimum=1)
 
 
 @dataclass

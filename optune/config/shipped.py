@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
-@dataclass(frozen=True)
-class Shipped:
+class Shipped(NamedTuple):
     """A shipped recipe or config. `name` is what the command line takes (`smollm2/135m_full`)."""
 
     name: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +16,12 @@ from types import ModuleType
 from typing import Any
 
 from optune.config.nodes import TARGET, join
-from optune.config.problems import Problems, find_nearest, suggest
+from optune.config.problems import Problems, find_nearest
 from optune.errors import ConfigError
 
 ALLOWED = {
     "optimizer": ("optune.optim", "torch.optim", "torchao.optim", "bitsandbytes.optim"),
-    "schedule": ("optune.optim", "torch.optim.lr_scheduler"),
+    "schedule": ("optune.optim", "torch.optim"),
     "logger": ("optune.metrics", "torch.utils.tensorboard", "tensorboard", "wandb", "mlflow"),
 }
 """The packages that a key may name, by kind of target."""
@@ -162,54 +161,3 @@ def _import(name: str, dotted: str, where: str) -> ModuleType:
         ) from None
     except Exception as error:
         raise ConfigError(f"{dotted!r} cannot be imported: {type(error).__name__}: {error}", where=where) from error
-
-
-def check_keywords(value: Any, kind: str, path: str, where: Callable[[str], str], problems: Problems) -> None:
-    """Imports the `_target_`s in `value` and notes each that does not exist, is of the wrong kind, or does not take a
-    keyword. Fills in the learning rate that an optimizer would silently take from its own default."""
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            check_keywords(item, kind, join(path, index), where, problems)
-    if not isinstance(value, dict):
-        return
-    for key, item in value.items():
-        check_keywords(item, kind, join(path, key), where, problems)
-    if TARGET not in value:
-        return
-    try:
-        found = resolve_target(value[TARGET])
-    except ConfigError as error:
-        message = str(error).removeprefix(f"{TARGET}: ")
-        problems.add(f"{join(path, TARGET)}: {message}", where=where(join(path, TARGET)), hint=error.hint)
-        return
-    if kind == "optimizer" and not _is_optimizer(found):
-        problems.add(f"{join(path, TARGET)}: {value[TARGET]!r} is not an optimizer", where=where(join(path, TARGET)))
-        return
-    accepted = accepted_keywords(found, skip=1 if kind in ("optimizer", "schedule") else 0)
-    if accepted is None:
-        return
-    for key in value:
-        if key != TARGET and key not in accepted:
-            hint = suggest(key, accepted) or f"it takes {', '.join(sorted(accepted))}"
-            problems.add(f"{value[TARGET]} does not take {join(path, key)!r}", where=where(join(path, key)), hint=hint)
-    default_rate = accepted.get("lr")
-    if kind == "optimizer" and "lr" not in value and isinstance(default_rate, (int, float)):
-        value["lr"] = float(default_rate)
-
-
-def _is_optimizer(found: Any) -> bool:
-    from torch.optim import Optimizer
-
-    return isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
-
-
-def accepted_keywords(found: Any, skip: int) -> dict[str, Any] | None:
-    """The keywords that a callable takes after its first `skip` parameters, with defaults; None where it takes any."""
-    try:
-        parameters = list(inspect.signature(found).parameters.values())[skip:]
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {parameter.name: parameter.default for parameter in parameters if parameter.kind in named}

@@ -43,7 +43,11 @@ def test_yaml_with_another_target_than_the_default_starts_afresh(tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "where", "words"),
     [
-        ("optimizer: {lrr: 1e-4}\n", ":3", "torch.optim.AdamW does not take 'optimizer.lrr' | did you mean 'lr'?"),
+        (
+            "optimizer: {lrr: 1e-4}\n",
+            ":3",
+            "torch.optim.AdamW does not take 'optimizer.lrr' | did you mean 'optimizer.lr'?",
+        ),
         ("optimizer: {_target_: torch.optim.AdmaW}\n", ":3", "did you mean torch.optim.AdamW?"),
         ("optimizer: {_target_: torch.optim.Optimizer}\n", ":3", "is not an optimizer"),
         ("optimizer: {_target_: torch.optim.lr_scheduler.StepLR}\n", ":3", "is not an optimizer"),
@@ -51,7 +55,15 @@ def test_yaml_with_another_target_than_the_default_starts_afresh(tmp_path: Path)
         ("optimizer: {_target_: AdamW}\n", ":3", "must be a dotted name"),
         ("optimizer: {_target_: torchao.optim.Adam9bit}\n", ":3", "does not exist"),
         ("optimizer: {_target_: torch.optim.AdamW, lr: 1, _args_: [1]}\n", ":3", "_args_"),
-        ("\n\noptimizer:\n  lr: 1\n  bteas: [0, 1]\n", ":7", "did you mean 'betas'?"),
+        ("\n\noptimizer:\n  lr: 1\n  bteas: [0, 1]\n", ":7", "did you mean 'optimizer.betas'?"),
+        ("optimizer: {_target_: torch.optim.AdamW, lr: 1}\n~optimizer._target_: 1\n", ":4", "unknown key"),
+        ("loggers: [{_target_: optune.metrics.TensorBoard}, {project: x}]\n", ":3", "loggers[1]._target_ is missing"),
+        ("loggers: [{_target_: optune.metrics.RunLog}]\n", ":3", "is not a logger"),
+        ("loggers: [{_target_: optune.metrics.TensorBoard, dir: x}]\n", ":3", "did you mean 'loggers[0].log_dir'?"),
+        ("schedule: {_target_: torch.optim.AdamW}\n", ":3", "is not a learning-rate scheduler"),
+        ("schedule: {_target_: torch.optim.lr_scheduler.StepLR}\n", ":3", "needs schedule.step_size"),
+        ("parameter_groups: [{lr: 0}]\n", ":3", "parameter_groups[0].match is missing"),
+        ("parameter_groups:\n  - {match: '*', lrr: 0}\n", ":4", "did you mean 'parameter_groups[0].lr'?"),
     ],
 )
 def test_wrong_target_or_keyword_is_refused_with_its_line(tmp_path: Path, text: str, where: str, words: str) -> None:
