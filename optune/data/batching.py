@@ -216,8 +216,9 @@ def collate(
             weights_BT[index, start : end - 1] = 1 if row.weights is None else row.weights[1:]
             start = end
         documents_BT[index, start:] = len(unit)
-        if is_packed:
-            positions_BT[index, start:] = np.arange(width - start)
+        # In a pack, padding is a document of its own. Behind a single row it stays at the row's last position, so that
+        # RoPE scalings which depend on a row's length see the row's.
+        positions_BT[index, start:] = np.arange(width - start) if is_packed else max(start - 1, 0)
     return Microbatch(
         tokens_BT=torch.from_numpy(tokens_BT),
         labels_BT=torch.from_numpy(labels_BT),

@@ -1,0 +1,136 @@
+"""Interrupted equals uninterrupted, bit for bit: every recipe, every stepper, every cut of a run of 12 steps in several epochs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.running import RECIPES, Finished, assert_equal_runs, run, write_inputs
+from tune_cli.main import main
+
+STEPPERS = {
+    "after_backward": [],
+    "in_backward": ["optimizer_step=in_backward", "max_grad_norm=null"],
+    "clipped_in_backward": ["optimizer_step=in_backward", "gradient_stash=hold"],
+    "factored": ["optimizer_step=in_backward", "gradient_stash=factored"],
+    "two_pass": ["optimizer_step=in_backward", "gradient_stash=two_pass"],
+    "immediate": ["optimizer_step=immediate", "max_grad_norm=null"],
+}
+FEATURES = {
+    "padded": [],
+    "packed": ["data.packing=true", "data.max_length=24", "batch_size=1"],
+    "accumulated": ["batch_size=1", "gradient_accumulation_steps=4", "epochs=4"],
+    "breadth_first": ["batch_size=1", "gradient_accumulation_steps=4", "epochs=4", "accumulation=breadth_first"],
+    "bf16": ["model.dtype=bf16"],
+    "bf16_masters": ["model.dtype=bf16", "model.master_weights=fp32"],
+}
+CASES = [
+    (stepper, feature)
+    for stepper in STEPPERS
+    for feature in FEATURES
+    if not (stepper == "immediate" and feature in ("accumulated", "breadth_first", "bf16_masters"))
+]
+DROPOUT = {"lora_finetune": ["lora.dropout=0.3"]}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"), rows=12)
+
+
+def cut(straight: Finished, step: int, folder: Path) -> Path:
+    """The run folder as it was just after the save of `step`, with lines of two lost steps behind it."""
+    shutil.copytree(straight.folder, folder, ignore=shutil.ignore_patterns("model", "plot.png", ".lock"))
+    for checkpoint in (folder / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[: step + 2]))
+    return folder
+
+
+def resume(folder: Path, *overrides: str) -> Finished:
+    assert main(["resume", str(folder), *overrides]) == 0
+    return Finished(folder)
+
+
+def comparable(finished: Finished) -> list[dict[str, object]]:
+    """The metrics lines without what a clock or a machine decides."""
+    machine = ("tokens_per_s", "peak_memory_gib", "step_s")
+    return [{key: value for key, value in line.items() if key not in machine} for line in finished.metrics]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stepper", "feature"), CASES, ids="-".join)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_resumed_after_any_step_is_the_uninterrupted_run(recipe, stepper, feature, config, tmp_path: Path):
+    overrides = [*STEPPERS[stepper], *FEATURES[feature], *DROPOUT.get(recipe, [])]
+    straight = run(
+        recipe, config, tmp_path / "straight", "checkpoint={save_every_steps: 1, keep_last: null}", *overrides
+    )
+    steps = len(straight.checkpoints)
+    assert steps >= 6 and straight.metrics[-1]["epoch"] >= 2.0
+    for step in range(1, steps):
+        resumed = resume(cut(straight, step, tmp_path / f"cut-{step}"))
+        assert_equal_runs(resumed, straight)
+        assert comparable(resumed) == comparable(straight), f"metrics after a cut at step {step}"
+        shutil.rmtree(resumed.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["after_backward", "clipped_in_backward", "two_pass"])
+@pytest.mark.parametrize("second", ["after_backward", "clipped_in_backward", "two_pass"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_resumed_in_another_mode_is_the_uninterrupted_run(recipe, first, second, config, tmp_path: Path):
+    if first == second:
+        return
+    settings = ["checkpoint={save_every_steps: 1, keep_last: null}", *DROPOUT.get(recipe, [])]
+    straight = run(recipe, config, tmp_path / "straight", *settings, *STEPPERS[first])
+    reset = ["optimizer_step=after_backward", "gradient_stash=auto"]
+    for step in (1, 5, 6, 7):
+        resumed = resume(cut(straight, step, tmp_path / f"cut-{step}"), *(STEPPERS[second] or reset))
+        assert_equal_runs(resumed, straight)
+
+
+def test_a_log_window_that_a_resume_falls_into_is_logged_as_in_the_straight_run(config, tmp_path: Path):
+    settings = ["checkpoint={save_every_steps: 1, keep_last: null}", "log_every_steps=2"]
+    straight = run("full_finetune", config, tmp_path / "straight", *settings)
+    resumed = resume(cut(straight, 3, tmp_path / "cut"))
+    assert comparable(resumed) == comparable(straight)
+    steps = [line["step"] for line in resumed.metrics]
+    assert steps == list(range(2, 13, 2))
+
+
+def test_a_changed_rate_is_shown_and_refused_unless_allowed(config, tmp_path: Path, capsys):
+    straight = run("full_finetune", config, tmp_path / "straight", "checkpoint.save_every_steps=5")
+    shutil.rmtree(straight.checkpoints[-1])
+    before = {path: path.stat().st_mtime_ns for path in straight.folder.rglob("*") if path.is_file()}
+    assert main(["resume", str(straight.folder), "optimizer.lr=1e-3"]) == 2
+    message = capsys.readouterr().err
+    assert "optimizer.lr: 0.01 → 0.001" in message and "--allow-change optimizer.lr" in message
+    assert {path: path.stat().st_mtime_ns for path in straight.folder.rglob("*") if path.is_file()} == before
+    assert main(["resume", str(straight.folder), "--allow-change", "optimizer.lr", "optimizer.lr=1e-3"]) == 0
+    rates = {line["step"]: line["lr"] for line in Finished(straight.folder).metrics}
+    assert rates[10] > 1e-3 > rates[11]
+
+
+def test_changed_rows_are_refused(config, tmp_path: Path, capsys):
+    straight = run("full_finetune", config, tmp_path / "straight", "checkpoint.save_every_steps=5")
+    shutil.rmtree(straight.checkpoints[-1])
+    rows = [json.loads(line) for line in (config.parent / "train.jsonl").read_text().splitlines()]
+    rows[3]["messages"][1]["content"] = "boom"
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["resume", str(straight.folder), f"data.train={other}"]) == 2
+    message = capsys.readouterr().err
+    assert "data: its content has changed" in message
+
+
+def test_a_longer_run_says_what_happens_to_the_schedule(config, tmp_path: Path, capsys):
+    straight = run("full_finetune", config, tmp_path / "straight", "max_steps=6")
+    assert main(["resume", str(straight.folder), "max_steps=10"]) == 0
+    assert "ends at step 10, it was to end at 6" in capsys.readouterr().err
+    assert [line["step"] for line in Finished(straight.folder).metrics] == list(range(1, 11))
