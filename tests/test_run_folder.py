@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +129,32 @@ def test_a_folder_without_permission_is_one_clear_error(mode: int) -> None:
                 take(locked / "run")
         locked.chmod(0o755)
         assert list(locked.iterdir()) == []
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"output_dir: .*run cannot be written: file too large"):
+            open_run(tmp_path / "run", CONFIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    open_run(tmp_path / "run", CONFIG).close()
+
+
+def test_of_two_processes_that_start_at_once_one_gets_the_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from optune.run_folder import open_run\n"
+        "while time.time() < float(sys.argv[2]): pass\n"
+        "run = open_run(sys.argv[1], 'x: 1'); (run.path / 'metrics.jsonl').write_text('line'); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run"), str(time.time() + 2)]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(3)]
+    time.sleep(3)
+    ends = [process.communicate("") for process in processes]
+    assert sorted(process.returncode for process in processes) == [0, 1, 1]
+    assert sum("already holds a run" in end[1] or "is in use by" in end[1] for end in ends) == 2
 
 
 def test_a_file_in_the_way_is_one_clear_error(tmp_path: Path) -> None:
