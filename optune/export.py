@@ -68,7 +68,7 @@ class Report:
             return [f"wrote the {self.kind} to {self.folder} in {self.dtype}{owner}"]
         proof = self.proof
         said = [
-            f"merged {proof.layers} layers into {self.base} and wrote {self.folder} in {self.dtype}{owner}",
+            f"merged {proof.layers} layer{'s' if proof.layers > 1 else ''} into {self.base} and wrote {self.folder} in {self.dtype}{owner}",
             f"its logits, from the files, differ from base + adapter by at most {proof.difference:.2g} "
             f"(allowed {proof.tolerance:.2g}); the adapter changes the base's by up to {proof.effect:.2g}",
         ]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from optune import lora
+from optune import lora, models
 from optune.errors import ConfigError
 from tests import fixtures
 from tests.lora import judges
@@ -155,6 +155,14 @@ def test_start_is_distributed_as_pefts(tmp_path: Path) -> None:
     assert ours.abs().max() <= 64**-0.5
     assert abs(ours.std() / judge.std() - 1) < 0.05
     assert not lora.state(model)["model.layers.0.mlp.down_proj.lora_B.weight"].any()
+
+
+def test_targets_can_be_checked_before_weights_are_read(tmp_path: Path) -> None:
+    outline = models.outline(models.check(fixtures.write_model(tmp_path)))
+    with pytest.raises(ConfigError, match="did you mean 'v_proj'"):
+        apply(outline, ["v_porj"])
+    assert len(apply(outline, "all-linear")) == 14
+    assert {tensor.device.type for tensor in lora.state(outline).values()} == {"meta"}
 
 
 def test_base_names_stay_and_only_adapters_train(model: Any) -> None:
