@@ -67,8 +67,9 @@ class Report:
         if self.proof is None:
             return [f"wrote the {self.kind} to {self.folder} in {self.dtype}{owner}"]
         proof = self.proof
+        count = f"{proof.layers} layer{'s' if proof.layers > 1 else ''}"
         said = [
-            f"merged {proof.layers} layer{'s' if proof.layers > 1 else ''} into {self.base} and wrote {self.folder} in {self.dtype}{owner}",
+            f"merged {count} into {self.base} and wrote {self.folder} in {self.dtype}{owner}",
             f"its logits, from the files, differ from base + adapter by at most {proof.difference:.2g} "
             f"(allowed {proof.tolerance:.2g}); the adapter changes the base's by up to {proof.effect:.2g}",
         ]
