@@ -76,7 +76,7 @@ def run_pass(
 
 
 def _lowest_trained_depth(model: Any) -> int:
-    """The first block with a trained parameter; −1 where the embedding is trained, the number of blocks where none is."""
+    """The first block with a trained parameter; −1: the embedding is trained; the number of blocks: none is."""
     if any(parameter.requires_grad for parameter in model.model.embed_tokens.parameters()):
         return -1
     for depth, block in enumerate(model.blocks):

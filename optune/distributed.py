@@ -1,4 +1,4 @@
-"""The processes of a run and the device of this one. The environment that a launcher sets is read here and nowhere else."""
+"""The processes of a run and the device of this one. What a launcher puts into the environment is read here alone."""
 
 from __future__ import annotations
 

@@ -171,6 +171,7 @@ def start(
     epoch_at: Callable[[int], float],
     total_steps: int,
     max_time_s: float | None = None,
+    save_every_steps: int | None = None,
     keep_last: int | None = 2,
     log_every_steps: int = 1,
     loggers: Sequence[Any] = (),
@@ -190,12 +191,25 @@ def start(
     with ExitStack() as stack:
         folder = stack.enter_context(run_folder.open_run(output_dir, config_yaml, resume=resume_from is not None))
         requests = stack.enter_context(Requests())
+        parameters = dict(model.named_parameters())
+        if resume_from is None:
+            # A run must not die at its first save, hours from here.
+            rehearsal = checkpoint.rehearse(
+                folder.path,
+                write_model=lambda path: write_model(model_tensors, path),
+                optimizer=optimizer,
+                named_parameters=parameters,
+                keep_last=keep_last,
+                keep_best=True,
+                saves=1 + (total_steps - 1) // (save_every_steps or total_steps),
+            )
+            summary = {**summary, "checkpoints": f"{rehearsal}; one was tried in {rehearsal.write_s:.1f} s"}
         saver = checkpoint.Saver(
             folder.path,
             write_model=lambda path, tensors: write_model(tensors, path),
             model_tensors=model_tensors,
             optimizer=optimizer,
-            named_parameters=dict(model.named_parameters()),
+            named_parameters=parameters,
             keep_last=keep_last,
             first_step=progress["step"],
             say=say,
@@ -212,7 +226,7 @@ def start(
             device=str(next(model.parameters()).device),
         )
         stack.enter_context(log)
-        log.start("run", summary | {"output": folder.path})
+        log.start("run", {**summary, "output": folder.path})
         run = Session(
             folder,
             log,

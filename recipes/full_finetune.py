@@ -101,11 +101,14 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             epoch_at=batches.epoch,
             total_steps=total_steps,
             max_time_s=max_time_s,
+            save_every_steps=cfg.checkpoint.save_every_steps,
             keep_last=cfg.checkpoint.keep_last,
             log_every_steps=cfg.log_every_steps,
             loggers=loggers,
             summary=session.summarize(cfg.model.path, model, batches, total_steps, optimizer, stepper),
         ) as run:
+            if validation:
+                train.evaluate(model, loss.next_token_loss, validation[:1])  # a rehearsal: fail now, not in hours
             for step in run.steps():
                 optim.set_learning_rate(optimizer, schedule, step)
                 microbatches = batches.microbatches(step, processes.rank)

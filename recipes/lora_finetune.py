@@ -30,7 +30,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         run_folder.check_output(cfg.output_dir, resume=cfg.resume is not None)
         resume_from = checkpoint.resolve(cfg.resume, cfg.output_dir)
         source = models.resolve(cfg.model.path)
-        models.check(source)
+        lora.apply(models.outline(models.check(source)), **settings["lora"])  # refuses wrong targets before weights load
 
         # Data: all rows as tokens, then batches as a function of (seed, step).
         tokenizer = data.load_tokenizer(source, cfg.data.chat_template)
@@ -111,11 +111,14 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             epoch_at=batches.epoch,
             total_steps=total_steps,
             max_time_s=max_time_s,
+            save_every_steps=cfg.checkpoint.save_every_steps,
             keep_last=cfg.checkpoint.keep_last,
             log_every_steps=cfg.log_every_steps,
             loggers=loggers,
             summary=session.summarize(cfg.model.path, model, batches, total_steps, optimizer, stepper),
         ) as run:
+            if validation:
+                train.evaluate(model, loss.next_token_loss, validation[:1])  # a rehearsal: fail now, not in hours
             for step in run.steps():
                 optim.set_learning_rate(optimizer, schedule, step)
                 microbatches = batches.microbatches(step, processes.rank)

@@ -44,7 +44,7 @@ def reference(model, hidden_BTD, microbatch):
 def test_loss_and_both_gradients_equal_torchs_for_any_chunk_size(
     monkeypatch, chunk_elements, weighted, dtype, tolerance
 ):
-    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr("optune.loss.CHUNK_ELEMENTS", chunk_elements)
     model = Head(16, 50, dtype)
     hidden_BTD, microbatch = make_case(dtype, weighted)
     value = loss.next_token_loss(model, hidden_BTD, microbatch)
@@ -101,7 +101,7 @@ def test_no_tensor_of_the_full_logits_size_is_ever_made(monkeypatch):
                 self.elements = max(self.elements, result.numel())
             return result
 
-    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 2000)
+    monkeypatch.setattr("optune.loss.CHUNK_ELEMENTS", 2000)
     model = Head(4, 1000, torch.float32)
     hidden_ND = torch.randn(64, 4, requires_grad=True)
     with Largest() as largest:

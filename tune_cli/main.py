@@ -7,6 +7,7 @@ and `cp` need, imports torch or hydra. To add a command: one file with `run(argu
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from tune_cli import messages
 COMMANDS = {
     "run": ("RECIPE --config CONFIG [key=value …]", "train"),
     "resume": ("RUN_DIR [key=value …]", "go on from the newest whole checkpoint of a run"),
+    "verify-resume": ("RECIPE --config CONFIG [key=value …]", "prove that a resumed run is the uninterrupted one"),
     "validate": ("RECIPE --config CONFIG [key=value …]", "check all that run checks before the first step"),
     "ls": ("", "list the recipes and configs that come with optune"),
     "cat": ("NAME", "print a recipe or config"),
@@ -37,12 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if debug:
         os.environ[messages.DEBUG] = "1"  # for workers and the jobs of a grid
     try:
+        _replace_what_cannot_be_printed()
         code = _dispatch(words)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell: `>&-`
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         # The reader has seen enough. Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return PIPE_CLOSED
     except KeyboardInterrupt as interrupt:
         return messages.report(interrupt, exit_code=INTERRUPTED)
@@ -67,7 +71,13 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise _unknown_command(name)
-    return importlib.import_module(f"tune_cli.{name}").run(rest)
+    return importlib.import_module(f"tune_cli.{name.replace('-', '_')}").run(rest)
+
+
+def _replace_what_cannot_be_printed() -> None:
+    """A terminal that is not UTF-8 gets escapes for what it cannot show, never an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _take_debug(words: list[str]) -> tuple[list[str], bool]:

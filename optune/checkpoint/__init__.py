@@ -11,6 +11,7 @@
 """
 
 from optune.checkpoint.background import Saver, SaveReport
+from optune.checkpoint.comparing import compare
 from optune.checkpoint.folders import find, list_checkpoints, prune, resolve, set_aside_newer
 from optune.checkpoint.manifest import check, verify
 from optune.checkpoint.optimizer_state import load_optimizer
@@ -31,6 +32,7 @@ __all__ = [
     "SaveReport",
     "Saver",
     "check",
+    "compare",
     "compare_fingerprints",
     "compare_versions",
     "count_nonfinite",
