@@ -49,12 +49,13 @@ def encode(
     plain_text: PlainText,
     *,
     bos_id: int | None,
+    adds_bos: bool,
     parse_special: bool = False,
 ) -> list[Encoded]:
     """Each text as one encoding, in parallel over the texts.
 
-    `bos_id`: put in front where the text does not begin with it already. `parse_special`: markers inside messages
-    become control tokens; otherwise they stay text.
+    `adds_bos`: `bos_id` is put in front where the text does not begin with it already. `parse_special`: markers inside
+    messages become control tokens; otherwise they stay text.
     """
     forged = [0 if parse_special else plain_text.find_forged(text) for text in texts]
     ordinary = [plain(text) for text, count in zip(texts, forged, strict=True) if not count]
@@ -64,10 +65,10 @@ def encode(
     for text, count in zip(texts, forged, strict=True):
         if count:
             tokens, offsets, stuck = plain_text.encode(text)
-            rows.append(_finish(tokens, _locate_by_offsets(offsets), bos_id, count, stuck))
+            rows.append(_finish(tokens, _locate_by_offsets(offsets), bos_id, adds_bos, count, stuck))
         else:
             encoding = next(encodings)
-            rows.append(_finish(np.array(encoding.ids, np.int32), _locate_by_encoding(encoding), bos_id))
+            rows.append(_finish(np.array(encoding.ids, np.int32), _locate_by_encoding(encoding), bos_id, adds_bos))
     return rows
 
 
@@ -113,11 +114,12 @@ def _finish(
     tokens: np.ndarray,
     locate: Callable[[int, int], tuple[int, int]],
     bos_id: int | None,
+    adds_bos: bool,
     forged: int = 0,
     stuck: int = 0,
 ) -> Encoded:
     begins = bos_id is not None and len(tokens) > 0 and tokens[0] == bos_id
-    if bos_id is not None and not begins:
+    if adds_bos and bos_id is not None and not begins:
         tokens = np.concatenate([np.array([bos_id], np.int32), tokens])
 
         def shifted(start: int, end: int) -> tuple[int, int]:

@@ -156,7 +156,7 @@ def read_tokens(row: Row) -> Tokens:
 
 
 def read_preference(row: Row) -> Example:
-    raise RowError("the format preference (chosen and rejected answers) is not for this recipe")
+    raise RowError("rows of chosen and rejected answers (format preference) cannot be trained yet")
 
 
 FORMATS: dict[str, tuple[Callable[[Row], Example], tuple[tuple[str, ...], ...]]] = {

@@ -126,7 +126,8 @@ class _Loader:
         self.report.kept = len(self._rows)
         if not self._rows:
             names = name_rows([str(source.path) for source in sources[:3]], len(sources))
-            reasons = "; ".join(self.report.skipped_lines())
+            # A note may be the cause: a template that leaves the answers out leaves no target.
+            reasons = "; ".join([*self.report.skipped_lines(), *self.report.noted_lines()])
             raise DataError(
                 f"none of the {self.report.rows} rows can be trained: {reasons}" if reasons else "no rows", where=names
             )
@@ -157,10 +158,13 @@ class _Loader:
 
     def _note_left_out(self, where: str, chat: Chat, text: Traced) -> None:
         shown = {origin & ~GENERATED for _, origin in runs_of(text)}
+        hidden_roles = set()
         for index, message in enumerate(chat.messages):
-            content = message.get("content")
-            if content and not str(content).isspace() and FIRST_MESSAGE + index not in shown:
-                self.report.note(f"the chat template leaves out messages of role {message['role']}", where)
+            says = [message.get("content"), message.get("tool_calls")]
+            if any(part and not str(part).isspace() for part in says) and FIRST_MESSAGE + index not in shown:
+                hidden_roles.add(message["role"])
+        for role in sorted(hidden_roles):
+            self.report.note(f"the chat template leaves out messages of role {role}", where)
         if chat.tools and DATA not in shown:
             self.report.note("the chat template leaves out the tools", where)
 

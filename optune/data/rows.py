@@ -67,6 +67,9 @@ class Report:
             f"{tally.count} {reason} ({name_rows(tally.where, tally.count)})" for reason, tally in self.skipped.items()
         ]
 
+    def noted_lines(self) -> list[str]:
+        return [f"{what}: {tally.count} ({name_rows(tally.where, tally.count)})" for what, tally in self.notes.items()]
+
     def lines(self) -> list[str]:
         """The report for people."""
         formats = ", ".join(dict.fromkeys(self.formats.values()))
@@ -74,10 +77,7 @@ class Report:
         return [
             f"{total}, longest row {self.longest} tokens",
             *(f"skipped: {line}" for line in self.skipped_lines()),
-            *(
-                f"note: {what}: {tally.count} ({name_rows(tally.where, tally.count)})"
-                for what, tally in self.notes.items()
-            ),
+            *(f"note: {line}" for line in self.noted_lines()),
         ]
 
 

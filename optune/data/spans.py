@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from optune.data.template import REASONING_FIELDS, ChatTemplate
@@ -27,6 +28,10 @@ _TAGS_HINT = (
     "mark the answers in the template with {% generation %} … {% endgeneration %} and give it as data.chat_template"
 )
 _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+
+
+Piece = tuple[int, int, int]
+"""(start, end, origin) of a run of the rendered text."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class AnswerFinder:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            own = [place for place, piece in enumerate(pieces) if piece[2] == FIRST_MESSAGE + index]
+            own = self._find_own(messages, index, tools, rendered, pieces)
             if not own:
                 self._check_left_out(messages, index, rendered)
             elif any(pieces[place][2] != FIRST_MESSAGE + index for place in range(own[0], own[-1])):
@@ -78,9 +83,23 @@ class AnswerFinder:
                 answers.append(Answer(index, start, end))
         return answers
 
+    def _find_own(
+        self, messages: Sequence[dict[str, Any]], index: int, tools: Any, rendered: Traced, pieces: list[Piece]
+    ) -> list[int]:
+        """The places among `pieces` of what message `index` says; not where a later message repeats a part of it, as
+        the name of a called tool stands in front of the tool's result in some templates."""
+        own = [place for place, piece in enumerate(pieces) if piece[2] == FIRST_MESSAGE + index]
+        text = plain(rendered)
+        seams = (text[pieces[one][1] : pieces[other][0]] for one, other in pairwise(own))
+        if index == len(messages) - 1 or not any(self._is_control.search(seam) for seam in seams):
+            return own
+        alone = self._try_render(messages[: index + 1], tools)
+        said = [] if alone is None else _texts(alone, FIRST_MESSAGE + index)
+        return own[: len(said)] if said == [text[slice(*pieces[place][:2])] for place in own[: len(said)]] else own
+
     def _read_tags(self, messages: Sequence[dict[str, Any]], rendered: Traced) -> list[Answer]:
         """The spans between `{% generation %}` tags, without the white space that the template writes last in them."""
-        joined: list[list[tuple[int, int, int]]] = []
+        joined: list[list[Piece]] = []
         for start, end, origin in spans_of(rendered):
             if origin & GENERATED:
                 piece = (start, end, origin & ~GENERATED)
@@ -171,20 +190,25 @@ class AnswerFinder:
     def _end_of_turn(self, tail: str) -> tuple[int, int]:
         """Start and end of the end token in what the template writes after the last answer of a conversation.
 
-        Where there is none, the text up to the white space at its end takes its place: (length, length).
+        Where it is none of the known ones, all of that text but the white space at its end ends the turn.
         """
         known = [(tail.index(token), tail.index(token) + len(token)) for token in self.end_tokens if token in tail]
         if known:
-            return min(known)
-        controls = [match.span() for match in self._is_control.finditer(tail)]
+            return min(known, key=lambda span: (span[0], -span[1]))
         length = len(tail.rstrip())
-        return controls[-1] if controls else (length, length)
+        last = [match for match in self._is_control.finditer(tail) if match.end() == length]
+        return (last[0].start() if last else length, length)
 
     def _learn_end_token(self) -> str | None:
-        """The control token that the template writes first after an answer of words."""
-        rendered = self._try_render(_PROBE, None)
-        match = self._is_control.search(_text_after_last(rendered)) if rendered is not None else None
-        return match[0] if match else None
+        """The control tokens with which the template ends an answer of words."""
+        last = self._tail(_PROBE, None)
+        longer = self._try_render([*_PROBE, _PROBE[0]], None)
+        runs = [
+            _first_run(self._is_control, text) for text in (last, longer and _text_after(longer, FIRST_MESSAGE + 1))
+        ]
+        # Two tokens may end a turn together; one that only ends conversations, or begins the next turn, is not of them.
+        both = [one for one, other in zip(*runs, strict=False) if one == other]
+        return "".join(both) or (runs[0][0] if runs[0] else None)
 
     def _learn_header(self) -> str | None:
         """The generation prompt: what `add_generation_prompt` adds after a question."""
@@ -244,3 +268,27 @@ def _text_before(rendered: Traced, wanted: int) -> str | None:
         if origin & ~GENERATED >= DATA:
             before = end
     return None
+
+
+def _text_after(rendered: Traced, wanted: int) -> str:
+    """What the template wrote between the characters with origin `wanted` and the next ones from the row."""
+    text, spans = plain(rendered), [span for span in spans_of(rendered) if span[2] & ~GENERATED >= DATA]
+    last = max((place for place, span in enumerate(spans) if span[2] & ~GENERATED == wanted), default=None)
+    if last is None:
+        return ""
+    return text[spans[last][1] : spans[last + 1][0] if last + 1 < len(spans) else len(text)]
+
+
+def _texts(rendered: Traced, wanted: int) -> list[str]:
+    """The stretches with origin `wanted`."""
+    return [plain(rendered)[start:end] for start, end, origin in spans_of(rendered) if origin & ~GENERATED == wanted]
+
+
+def _first_run(is_control: re.Pattern[str], text: str | None) -> list[str]:
+    """The first control token in a text and those that follow it without anything between."""
+    run: list[str] = []
+    match = is_control.search(text or "")
+    while match:
+        run.append(match[0])
+        match = is_control.match(text or "", match.end())
+    return run

@@ -110,8 +110,14 @@ class Tokenizer:
         self, texts: Sequence[Traced], *, begin: bool = True, parse_special: bool = False
     ) -> list[Encoded]:
         """Each text as one encoding, `begin` putting the BOS. No position is marked as trained."""
-        bos_id = self.bos_id if self.adds_bos and begin else None
-        return encode(texts, self._backend, self._plain_text, bos_id=bos_id, parse_special=parse_special)
+        return encode(
+            texts,
+            self._backend,
+            self._plain_text,
+            bos_id=self.bos_id,
+            adds_bos=self.adds_bos and begin,
+            parse_special=parse_special,
+        )
 
     def render(
         self,
@@ -168,7 +174,9 @@ class Tokenizer:
 
     def end_ids(self, tools: Sequence[Any] | None = None) -> set[int]:
         """The ids that end an answer: the end token, and the one that the chat template writes after an answer."""
-        tokens = self._finder(tools).end_tokens if self._templates else ()
+        ends = self._finder(tools).end_tokens if self._templates else ()
+        # Where several tokens end an answer together it is the last of them.
+        tokens = [found[-1] for end in ends if (found := self.is_control.findall(end))]
         return {i for i in (self.eos_id, *map(self._backend.token_to_id, tokens)) if i is not None}
 
     def _finder(self, tools: Sequence[Any] | None) -> AnswerFinder:

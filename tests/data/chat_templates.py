@@ -23,10 +23,10 @@ from optune import data
 TEMPLATES = Path(__file__).parent / "templates"
 
 _SPECIAL = """
-<|endoftext|> <|im_start|> <|im_end|> <s> </s> <|begin_of_text|> <|start_header_id|> <|end_header_id|>
-<|eot_id|> <|eom_id|> <|python_tag|> <|user|> <|assistant|> <|system|> <|end|> <|return|> <|start|> <|message|> <|channel|> [INST]
-[/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] <bos> <start_of_turn> <end_of_turn>
-<|begin▁of▁sentence|> <|end▁of▁sentence|> <|User|> <|Assistant|> <pad>
+<|endoftext|> <|im_start|> <|im_end|> <s> </s> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>
+<|eom_id|> <|python_tag|> <|user|> <|assistant|> <|system|> <|end|> <|return|> <|call|> <|start|> <|message|>
+<|channel|> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
+<bos> <start_of_turn> <end_of_turn> <|begin▁of▁sentence|> <|end▁of▁sentence|> <|User|> <|Assistant|> <pad>
 """
 SPECIAL = tuple(_SPECIAL.split())
 NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -60,7 +60,8 @@ FAMILIES = {
     "phi3": Family("<s>", "<|endoftext|>", "<|end|>"),
     "zephyr": Family("<s>", "</s>", "</s>"),
     "deepseek": Family("<|begin▁of▁sentence|>", "<|end▁of▁sentence|>", "<|end▁of▁sentence|>"),
-    "harmony": Family(None, "<|return|>", "<|end|>", last_end="<|return|>"),
+    "harmony": Family(None, "<|return|>", "<|end|>", last_end="<|return|>", takes_tools=True),
+    "cohere": Family("<s>", "<|end|>", "<|return|><|end|>"),
     "tagged": Family("<s>", "<|im_end|>", "<|im_end|>", trims=True),
 }
 

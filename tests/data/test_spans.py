@@ -106,6 +106,7 @@ def test_tool_calls_are_trained_with_the_frame_that_the_model_must_write() -> No
         "llama31": '{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>',
         "mistral_tools": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "abcdefghi"}]'
         "</s>",
+        "harmony": ' to=get_weather<|channel|>commentary<|message|>{"city": "Paris"}<|call|>',
         "qwen25": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
         "qwen3": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
     }
@@ -113,9 +114,10 @@ def test_tool_calls_are_trained_with_the_frame_that_the_model_must_write() -> No
         tokenizer = load_ours(name)
         first, second = trained_texts(tokenizer, TOOL_CHAT, tools=TOOLS)
         assert first.removeprefix("\n") == expected, name
-        assert second.removeprefix("<think>\n\n</think>\n\n") == f"It is 12.{FAMILIES[name].end}".replace(
-            " </s>", "</s>"
-        )
+        end = FAMILIES[name].last_end or FAMILIES[name].end
+        assert second in [
+            f"{frame}It is 12.{end}" for frame in ("", "<think>\n\n</think>\n\n", "<|channel|>final<|message|>")
+        ]
 
 
 def test_the_answer_starts_where_generation_starts() -> None:

@@ -75,9 +75,8 @@ def test_a22_forged_turns_change_no_target_and_are_told(tmp_path: Path, is_speci
     path.write_text(json.dumps(backend))
     tokenizer = data.load_tokenizer(tmp_path)
     chats = [[say("user", FORGED.replace("w9", word)), say("assistant", "w1 w2")] for word in ("w9", "w8")]
-    rows = data.load_rows(
-        fixtures.write_rows(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats]), tokenizer
-    )
+    path = fixtures.write_rows(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
+    rows = data.load_rows(path, tokenizer)
     assert rows[0].trained.tolist() == rows[1].trained.tolist()
     assert tokenizer.decode(rows[0].tokens[rows[0].trained]) == "w1 w2 <end>"
     notes = "\n".join(rows.report.lines())
@@ -87,7 +86,7 @@ def test_a22_forged_turns_change_no_target_and_are_told(tmp_path: Path, is_speci
 
 
 def slow_plain_ids(text: str, template_tokens: list[str]) -> list[int]:
-    """`text` encoded piece by piece: the template's tokens by name, all else by a tokenizer that knows no added token."""
+    """Piece by piece: the template's tokens by name, all else by a tokenizer that knows no added token."""
     description = json.loads(make_backend().to_str())
     description["added_tokens"] = []
     bare = Tokenizer.from_str(json.dumps(description))
@@ -159,7 +158,7 @@ def test_a_template_that_hides_where_markers_come_from_is_refused(tmp_path: Path
     tokenizer = data.load_tokenizer(fixtures.write_tokenizer(tmp_path, chat_template=source))
     assert tokenizer.encode_chat([say("user", "w1 \n w2")])[0] == [16, 6, 17, 4]
     with pytest.raises(DataError, match=f"becomes a control token in {tmp_path}/chat_template.jinja"):
-        tokenizer.encode_chat([say("user", "w1 <end>")])
+        tokenizer.encode_chat([say("user", "w1 \n w2 <end>")])
 
 
 def test_tool_results_and_calls_are_text_too() -> None:

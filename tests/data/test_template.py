@@ -62,12 +62,12 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("chat", CHATS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "chat"),
+    [(name, chat) for name, family in FAMILIES.items() for chat in CHATS if family.takes_system or chat != "system"],
+)
 def test_rendering_equals_transformers(name: str, chat: str) -> None:
     messages = CHATS[chat]
-    if messages[0]["role"] == "system" and not FAMILIES[name].takes_system:
-        pytest.skip("the template refuses system messages")
     ours, judge = load_ours(name), load_judge(name)
     for add_generation_prompt in (False, True):
         expected = judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
