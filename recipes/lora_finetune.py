@@ -30,7 +30,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         run_folder.check_output(cfg.output_dir, resume=cfg.resume is not None)
         resume_from = checkpoint.resolve(cfg.resume, cfg.output_dir)
         source = models.resolve(cfg.model.path)
-        lora.apply(models.outline(models.check(source)), **settings["lora"])  # refuses wrong targets before weights load
+        lora.apply(models.outline(models.check(source)), **settings["lora"])  # wrong targets are refused here
 
         # Data: all rows as tokens, then batches as a function of (seed, step).
         tokenizer = data.load_tokenizer(source, cfg.data.chat_template)
