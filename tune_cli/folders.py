@@ -37,6 +37,12 @@ def find(name: str) -> ModelFolder:
     folder = Path(name).expanduser()
     if not _holds_model(folder) and _holds_model(folder / "model"):
         folder = folder / "model"
+    if folder.is_dir() and not _holds_model(folder):
+        saved = sorted(folder.glob("checkpoints/step-*"))
+        hint = f"give one of its checkpoints: {saved[-1]}" if saved else None
+        raise ModelError(
+            "holds no model: no config.json, no adapter_config.json", where=str(folder.absolute()), hint=hint
+        )
     config = folder.absolute() / lora.CONFIG_FILE
     if not config.is_file():
         return ModelFolder(models.resolve(folder if folder.is_dir() else name))

@@ -83,7 +83,8 @@ def launch(launch_words: Sequence[str], worker_words: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     # The launcher reports a failure in forty lines around the one that matters.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     options = _torchrun_parser().parse_args([*launch_words, "--module", "tune_cli.main", *worker_words])
     count = _count_workers(options)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))

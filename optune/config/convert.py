@@ -14,6 +14,7 @@ from optune.config.options import NO_RULES, Rules, rules_of
 from optune.config.problems import HIDDEN, Problems, find_nearest, is_secret
 from optune.config.scalars import UnfitError, guess, read_bool, read_choice, read_float, read_int, read_text
 from optune.config.sections import OTHER_NAMES
+from optune.errors import ConfigError
 
 FAILED: Any = object()
 """What a converter returns after it has noted a problem."""
@@ -176,7 +177,10 @@ class _Converter:
             return self.read(functools.partial(read_bool, nullable=nullable), node, path)
         reader = {int: read_int, float: read_float, str: read_text}.get(hint)
         if reader is None:
-            raise TypeError(f"{path} is declared as {hint}; a config knows str, int, float, bool, Literal, list, dict")
+            raise ConfigError(
+                f"{path} is declared as {hint} by the recipe, which no config can hold",
+                hint="str, int, float, bool, Literal, list, dict, dataclasses, and unions of these can be read",
+            )
         return self.read(functools.partial(reader, rules=rules, nullable=nullable), node, path)
 
     def read(self, reader: Callable[[Scalar], Any], node: Scalar, path: str) -> Any:

@@ -21,7 +21,11 @@ def test_help_lists_the_commands_that_there_are_and_no_others(optune: Optune) ->
     assert result.code == 0
     listed = [line.split()[0] for line in result.out.splitlines() if line.startswith("  ")]
     files = Path(tune_cli.main.__file__).parent.glob("*.py")
-    there = [path.stem for path in files if "\ndef run(words: list[str]) -> int:" in path.read_text(encoding="utf-8")]
+    there = [
+        path.stem.replace("_", "-")
+        for path in files
+        if "\ndef run(words: list[str]) -> int:" in path.read_text(encoding="utf-8")
+    ]
     assert sorted(listed) == sorted(there)
 
 
@@ -123,6 +127,16 @@ def test_debug_shows_the_traceback_wherever_it_stands(optune: Optune, words: tup
     assert "Traceback" in result.err
     assert "fake.py" in result.err
     assert "error: RuntimeError: boom" in result.err
+
+
+def test_terminal_that_is_not_utf8_gets_escapes(shell: Callable[[str], Result]) -> None:
+    result = shell("PYTHONIOENCODING=ascii optune --help")
+    assert (result.code, result.err) == (0, "")
+    assert "[key=value \\u2026]" in result.out
+
+
+def test_closed_stdout_is_no_error(shell: Callable[[str], Result]) -> None:
+    assert shell("optune ls >&-") == Result(0, "", "")
 
 
 def test_closed_pipe_is_quiet(shell: Callable[[str], Result]) -> None:

@@ -100,6 +100,7 @@ def test_sampling_repeats_with_its_seed(optune: Optune, m0: Path) -> None:
         (("m0", "--prompt", "a", "--top-p", "2"), "top_p"),
         (("m0", "--prompt", "a", "--device", "cuda:7"), "cuda:7"),
         (("./m1", "--prompt", "a"), "m1: there is no such folder"),
+        ((".", "--prompt", "a"), "holds no model"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(optune: Optune, m0: Path, words: tuple[str, ...], message: str) -> None:

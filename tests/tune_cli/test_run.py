@@ -173,7 +173,7 @@ def test_recipe_that_declares_what_a_config_cannot_hold_says_so(optune: Optune, 
     )
     (folder / "mine.py").write_text(source, encoding="utf-8")
     result = optune("run", "mine.py", "--config", "c.yaml", "odd=1")
-    assert result.code != 0
+    assert result.code == 2
     assert "odd is declared as set[int]" in result.err
 
 
