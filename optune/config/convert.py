@@ -129,6 +129,8 @@ class _Converter:
         lists = [member for member in others if get_origin(member) is list]
         plain = [member for member in others if member not in sections + free + lists]
         if lists and (isinstance(node, Sequence) or not plain):
+            if type(None) in members and isinstance(node, Scalar) and node.is_python_null:
+                return self.fail(f"{path} must be a list or null, not {describe(node, path)}", node, "write null")
             return self.value(lists[0], node, path, rules)
         if not plain:
             return self.fail(f"{path} must be a mapping, not {describe(node, path)}", node)

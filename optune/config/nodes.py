@@ -26,6 +26,11 @@ class Scalar:
         """Whether this is a spelling of null."""
         return not self.quoted and self.text in (("null", "~", "Null", "NULL") if self.resolved else NULLS)
 
+    @property
+    def is_python_null(self) -> bool:
+        """Whether this is a spelling of null that only Python knows."""
+        return not self.quoted and self.text in PYTHON_NULLS
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -45,6 +50,7 @@ class Mapping:
 
 Node = Scalar | Sequence | Mapping
 NULLS = ("null", "~", "Null", "NULL", "")
+PYTHON_NULLS = ("none", "None", "NONE")
 TARGET = "_target_"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optune.config.nodes import TARGET, Mapping, Node, Scalar, Sequence, join, merge, to_node
-from optune.config.problems import Problems, mask_argument, mask_entries
+from optune.config.problems import Problems, mask_argument, mask_entries, suggest
 from optune.errors import ConfigError
 
 SHORTHAND = "path"
@@ -185,10 +185,12 @@ def _sets_target(override: Override) -> bool:
     return override.key.endswith(f".{TARGET}") or (isinstance(node, Mapping) and TARGET in node.entries)
 
 
-def _change(node: Node | None, keys: list[str], override: Override, path: str) -> Node | None:
-    """`node` after the override; None where it is gone."""
+def _change(
+    node: Node | None, keys: list[str], override: Override, path: str, siblings: Iterable[str] = ()
+) -> Node | None:
+    """`node` after the override; None where it is gone. `siblings` are the keys that stand beside it."""
     if not keys:
-        return _place(node, override, path)
+        return _place(node, override, path, siblings)
     key = keys[0]
     if isinstance(node, Scalar) and not node.is_null:
         # One text stands for a list of one, or for the mapping that it abbreviates.
@@ -198,7 +200,8 @@ def _change(node: Node | None, keys: list[str], override: Override, path: str) -
     mapping = node if isinstance(node, Mapping) else Mapping(where=override.where)
     if len(keys) == 1 and key == TARGET and override.kind != "remove":
         return merge(mapping, Mapping({TARGET: override.values[0]}, override.where))
-    changed = _change(mapping.entries.get(key), keys[1:], override, join(path, key))
+    beside = [join(path, other) for other in mapping.entries]
+    changed = _change(mapping.entries.get(key), keys[1:], override, join(path, key), beside)
     entries = {**mapping.entries, key: changed} if changed is not None else _without(mapping.entries, key)
     return replace(mapping, entries=entries)
 
@@ -221,10 +224,14 @@ def _change_item(node: Sequence, keys: list[str], override: Override, path: str)
     return replace(node, items=tuple(items))
 
 
-def _place(node: Node | None, override: Override, path: str) -> Node | None:
+def _place(node: Node | None, override: Override, path: str, siblings: Iterable[str]) -> Node | None:
     if override.kind == "remove":
         if node is None:
-            raise ConfigError(f"{path} is not set in the config, so it cannot be removed", where=override.where)
+            raise ConfigError(
+                f"{path} is not set in the config, so it cannot be removed",
+                where=override.where,
+                hint=suggest(path, siblings),
+            )
         return None
     value = override.values[0]
     if override.kind == "add" and isinstance(node, Scalar) and isinstance(value, Scalar):

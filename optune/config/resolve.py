@@ -125,6 +125,6 @@ def _from_plain(value: Any, where: str) -> Node:
     if isinstance(value, list):
         return Sequence(tuple(_from_plain(item, where) for item in value), where)
     if value is None:
-        return Scalar("null", where, resolved=True)
+        return Scalar("null", where)
     text = ("true" if value else "false") if isinstance(value, bool) else str(value)
     return Scalar(text, where, resolved=True)

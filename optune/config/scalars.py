@@ -15,7 +15,6 @@ _INT = re.compile(r"[+-]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)\Z")
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:_[0-9]+)*\.?(?:[0-9]+(?:_[0-9]+)*)?|\.[0-9]+(?:_[0-9]+)*)(?:[eE][+-]?[0-9]+)?\Z")
 _VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
 _TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
-_PYTHON_NULLS = ("none", "None", "NONE")
 
 
 class UnfitError(Exception):
@@ -34,7 +33,7 @@ class UnfitError(Exception):
 def _refuse_nulls(scalar: Scalar, wants: str, nullable: bool) -> None:
     """No value at all, or a spelling of null that only Python knows."""
     hint = "null turns it off" if nullable else None
-    if not scalar.quoted and scalar.text in _PYTHON_NULLS:
+    if scalar.is_python_null:
         raise UnfitError(
             wants, scalar.text, "write null" if nullable else "null is written null, and this key needs a value"
         )
@@ -120,7 +119,9 @@ def read_choice(scalar: Scalar, choices: tuple[Any, ...], nullable: bool = False
 def read_text(scalar: Scalar, rules: Rules = NO_RULES, nullable: bool = False) -> str:
     """The characters typed. A path has `~` and environment variables expanded."""
     wants = ("a path" if rules.is_path else "a text") + (" or null" if nullable else "")
-    if scalar.is_null or (not scalar.quoted and scalar.text in (_PYTHON_NULLS if nullable else ("None",))):
+    # A key that needs a text keeps what a variable says, even `null`.
+    is_null = scalar.is_null and (nullable or not scalar.resolved)
+    if is_null or (scalar.is_python_null and (nullable or scalar.text == "None")):
         raise UnfitError(wants, scalar.text, "write null" if nullable else "a text of these letters stands in quotes")
     if rules.not_empty and not scalar.text.strip():
         raise UnfitError(wants, scalar.text, "null turns it off" if nullable else None)

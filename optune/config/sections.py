@@ -78,7 +78,7 @@ class DataSection:
     packing: bool = False
     shuffle: bool = True
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    chat_template: str | None = option(None, is_path=True)
+    chat_template: str | None = option(None, is_path=True, not_empty=True)
 
 
 @dataclass
