@@ -293,17 +293,26 @@ def parse_duration(text: str | None, *, where: str) -> float | None:
 
 
 def summarize(
-    name: str, model: nn.Module, batches: Any, total_steps: int, optimizer: Optimizer, stepper: optim.Stepper
+    name: str,
+    source: Path,
+    model: nn.Module,
+    batches: Any,
+    total_steps: int,
+    optimizer: Optimizer,
+    stepper: optim.Stepper,
 ) -> dict[str, object]:
-    """What a person should know before the first step, line by line. `batches`: see `data.build_batches`."""
+    """What a person should know before the first step, line by line. The model was asked for as `name` and found in
+    `source`; `batches`: see `data.build_batches`."""
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     report = batches.rows.report
     fields: dict[str, object] = {
-        "model": name,
+        "model": name if name == str(source) else f"{name} ({source})",
         "parameters": metrics.describe_parameters(trained, sum(parameter.numel() for parameter in parameters)),
         "weights": f"{', '.join(sorted({_dtype_name(p) for p in parameters}))} on {parameters[0].device}",
     }
+    files = list(report.formats)
+    fields["data"] = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
     for index, line in enumerate(report.lines()):
         fields["rows" if index == 0 else f"rows {index}"] = line
     if batches.packs is not None:

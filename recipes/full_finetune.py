@@ -105,7 +105,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             keep_last=cfg.checkpoint.keep_last,
             log_every_steps=cfg.log_every_steps,
             loggers=loggers,
-            summary=session.summarize(cfg.model.path, model, batches, total_steps, optimizer, stepper),
+            summary=session.summarize(cfg.model.path, source, model, batches, total_steps, optimizer, stepper),
         ) as run:
             if validation:
                 train.evaluate(model, loss.next_token_loss, validation[:1])  # a rehearsal: fail now, not in hours
