@@ -41,6 +41,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             max_length=cfg.data.max_length,
             truncation=cfg.data.truncation,
             train_on=cfg.data.train_on,
+            parse_special=cfg.data.parse_special,
         )
         batches = data.build_batches(
             load_rows(settings["data"]["train"]),
