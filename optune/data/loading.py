@@ -181,10 +181,10 @@ class _Loader:
             trained = np.array(row.example.trained, bool)
             trained[:1] = False
             return Encoded(np.array(row.example.tokens, np.int32), trained)
-        if encoded.forged:
-            self.report.note("rows with text of control tokens inside, read as text", row.where)
         if encoded.stuck:
             self.report.note("rows with text of control tokens that this tokenizer cannot read as text", row.where)
+        elif encoded.forged:
+            self.report.note("rows with text of control tokens inside, read as text", row.where)
         if isinstance(row.example, Chat):
             return mark_answers(encoded, row.answers, row.example.messages, self._train_on)
         assert isinstance(row.example, Segments)

@@ -80,8 +80,8 @@ def test_a22_forged_turns_change_no_target_and_are_told(tmp_path: Path, is_speci
     assert rows[0].trained.tolist() == rows[1].trained.tolist()
     assert tokenizer.decode(rows[0].tokens[rows[0].trained]) == "w1 w2 <end>"
     notes = "\n".join(rows.report.lines())
-    assert "rows with text of control tokens inside, read as text: 2" in notes
-    # T0 is made of whole words, so it has no other way to write '<end>'; that is said too.
+    # T0 is made of whole words, so it has no other way to write '<end>'; that is said.
+    assert "inside, read as text" not in notes
     assert f"that this tokenizer cannot read as text: 2 ({tmp_path}/rows.jsonl:1" in notes
 
 
