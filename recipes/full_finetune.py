@@ -6,7 +6,7 @@
 What must not change (the step, the loss, saving, resuming) stands in the library, what you might change stands here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from optune import checkpoint, data, distributed, loss, models, optim, run_folder, session, train
@@ -91,7 +91,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
 
         with session.start(
             cfg.output_dir,
-            config_yaml=to_yaml(cfg),
+            config_yaml=to_yaml(replace(cfg, resume=None, allow_change=[])),
             resume_from=resume_from,
             allow_change=cfg.allow_change,
             identity={"config": settings, "data": batches.fingerprint(), "model": models.fingerprint(source)},

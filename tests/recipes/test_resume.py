@@ -134,3 +134,13 @@ def test_a_longer_run_says_what_happens_to_the_schedule(config, tmp_path: Path, 
     assert main(["resume", str(straight.folder), "max_steps=10"]) == 0
     assert "ends at step 10, it was to end at 6" in capsys.readouterr().err
     assert [line["step"] for line in Finished(straight.folder).metrics] == list(range(1, 11))
+
+
+def test_the_saved_config_of_a_resumed_run_repeats_the_run(config, tmp_path: Path):
+    straight = run("full_finetune", config, tmp_path / "straight", "checkpoint.save_every_steps=5")
+    saved = (straight.folder / "config.yaml").read_text()
+    shutil.rmtree(straight.checkpoints[-1])
+    resumed = resume(straight.folder, "--allow-change", "optimizer")
+    assert (resumed.folder / "config.yaml").read_text() == saved
+    again = run("full_finetune", resumed.folder / "config.yaml", tmp_path / "again")
+    assert_equal_runs(again, resumed)
