@@ -24,7 +24,7 @@ from optune.checkpoint.writing import count_nonfinite, refuse_nonfinite, write_c
 class SaveReport:
     """One save. `stall_s`: how long training stood still. `write_s`: how long the disk took; 0 until it is done.
 
-    `copied_bytes`: host memory that the copy takes until the disk is done; 0 when training waited for the disk.
+    `copied_bytes`: size of the copy in host memory; 0 when training waited for the disk.
     """
 
     step: int
@@ -42,8 +42,9 @@ class Saver:
     the model's parameters that are trained; master weights in the optimizer are found and saved.
 
     With `background`, `save` copies everything to host memory, returns, and a thread writes; the next `save` waits for
-    it. That takes the size of a checkpoint in host memory; where it is not free, the save waits for the disk instead
-    and says so. What goes wrong in the thread is raised by the next `check`, `save` or `wait`.
+    it. That takes the size of a checkpoint in host memory, kept from the first such save on: fresh memory would make
+    each copy several times slower. Where it is not free, the save waits for the disk instead and says so. What goes
+    wrong in the thread is raised by the next `check`, `save` or `wait`.
 
     A checkpoint with weights that are infinite or NaN is refused, unless they were so when the saver was made.
     Older checkpoints go when a new one is whole: see `prune`. `first_step` is the step that the run goes on from;
@@ -79,12 +80,16 @@ class Saver:
         self._background = background
         self._say = say
         self._known_nonfinite = count_nonfinite(self._parameters)
+        self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.reports: list[SaveReport] = []
 
-    def save(self, step: int, progress: Mapping[str, Any]) -> SaveReport:
-        """Save the run as it is after `step`. Raises `CheckpointError`, also for an earlier save in the background."""
+    def save(self, step: int, progress: Mapping[str, Any], *, is_last: bool = False) -> SaveReport:
+        """Save the run as it is after `step`. Raises `CheckpointError`, also for an earlier save in the background.
+
+        `is_last`: nothing goes on meanwhile, so nothing is copied and the checkpoint is whole on return.
+        """
         start = time.perf_counter()
         self.wait()
         refuse_nonfinite(self._run_dir, step, self._parameters, self._known_nonfinite)
@@ -93,11 +98,12 @@ class Saver:
         report = SaveReport(step)
         self.reports.append(report)
         size = sum(tensor.nbytes for tensor in (*state.values(), *model.values()))
-        in_background = self._background and self._has_room(size)
+        in_background = self._background and not is_last and self._has_room(size)
         if in_background:
-            copies = copy_to_host({f"model/{name}": tensor for name, tensor in model.items()} | state)
-            model = {name: copies.pop(f"model/{name}") for name in model}
-            state = copies
+            live = {f"model/{name}": tensor for name, tensor in model.items()} | state
+            self._buffers = copy_to_host(live, self._buffers)
+            model = {name: self._buffers[f"model/{name}"] for name in model}
+            state = {name: self._buffers[name] for name in state}
             report.copied_bytes = size
         # The thread must not see later changes of the caller's dictionary.
         arguments = (report, model, rest, state, dict(progress))
@@ -113,7 +119,7 @@ class Saver:
 
     def _has_room(self, size: int) -> bool:
         free = psutil.virtual_memory().available
-        if size < free:
+        if self._buffers or size < free:
             return True
         needs, has = files.format_bytes(size), files.format_bytes(free)
         self._say(f"warning: saving in the background takes {needs} of host memory, {has} are free: training waits")
@@ -167,14 +173,22 @@ class Saver:
             self._say(f"warning: {late}")
 
 
-def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory; tensors that are the same memory share one copy. Accelerators copy side by side."""
+def copy_to_host(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Copies in host memory, into `buffers` where those fit. Tensors that are the same memory share one copy.
+
+    What is on an accelerator goes to pinned memory, all of it on the way at once.
+    """
+    buffers = buffers or {}
     copies: dict[tuple[Any, ...], Tensor] = {}
+    used: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
         same = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() == 0 or same not in copies:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copy = buffers.get(name)
+            if copy is None or id(copy) in used or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            used.add(id(copy))
             copies[same] = copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         result[name] = copies[same]
     if any(tensor.is_cuda for tensor in tensors.values()):

@@ -189,6 +189,31 @@ def test_tied_tensors_share_one_copy(tmp_path: Path) -> None:
     assert torch.equal(copies["c"], tied.T) and copies["c"] is not copies["a"]
 
 
+def test_a_second_copy_takes_no_new_memory_and_no_old_value(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3), "b": torch.randn(2, 2), "c": torch.randn(4)}
+    first = copy_to_host(tensors)
+    changed = {"a": tensors["a"] + 1, "b": tensors["b"].double(), "c": torch.randn(5)}
+    second = copy_to_host(changed, first)
+    assert second["a"].data_ptr() == first["a"].data_ptr()
+    for name, tensor in changed.items():
+        assert torch.equal(second[name], tensor)
+        assert second[name].dtype == tensor.dtype
+
+
+def test_tensors_that_are_no_longer_tied_no_longer_share_a_copy(tmp_path: Path) -> None:
+    tied, other = torch.randn(3), torch.randn(3)
+    copies = copy_to_host({"a": tied, "b": other}, copy_to_host({"a": tied, "b": tied}))
+    assert torch.equal(copies["a"], tied) and torch.equal(copies["b"], other)
+
+
+def test_the_last_save_copies_nothing_and_is_whole_on_return(tmp_path: Path) -> None:
+    model = runs.Net()
+    saver = make_saver(tmp_path, model, runs.adamw(model))
+    report = saver.save(1, {}, is_last=True)
+    assert report.copied_bytes == 0
+    checkpoint.verify(tmp_path / "checkpoints/step-000001")
+
+
 def test_progress_may_change_after_the_save(tmp_path: Path) -> None:
     model = runs.Net()
     progress = {"epoch": 1.0}
