@@ -1,0 +1,218 @@
+#!/usr/bin/env python
+"""Checks on a CUDA device what the tests can only check the logic of: python scripts/check_gpu.py
+
+- every stash policy ends bitwise where the update after backward ends;
+- `cpu` moves gradients to pinned host memory, and it, `alias` and unclipped in-backward lower the peak;
+- norms do not depend on the grouping of gradients; Gram norms in low precision are right;
+- state saved by another implementation is placed where the fused step needs it.
+
+Prints a line a check. Exit code: 0 all hold, 1 one does not, 2 there is no CUDA device.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optune import optim
+from optune.optim.norms import parameter_norms
+from optune.optim.stash.factors import LinearFactors, gram_norms
+
+WIDTH, INNER, BLOCKS = 2048, 5504, 8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.norm(hidden)
+        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int = WIDTH, inner: int = INNER, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(width, inner) for _ in range(blocks)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def build(model: nn.Module, when: str, masters: str = "none", **settings: Any) -> tuple[Any, Any]:
+    optimizer = optim.build_optimizer(
+        model.named_parameters(), factory=torch.optim.AdamW, settings={"lr": 1e-3}, master_weights=masters
+    )
+    return optimizer, optim.build_stepper(model, optimizer, when=when, **settings)
+
+
+def train(model: nn.Module, stepper: Any, rows: list[Tensor], microbatches: int = 1) -> list[Any]:
+    """A step for each tensor of `rows`."""
+    stats = []
+    for row in rows:
+        for pass_index in range(stepper.passes):
+            for index, part in enumerate(row.chunk(microbatches)):
+                with stepper.microbatch(index == microbatches - 1, pass_index):
+                    model(part).float().square().mean().backward()
+        stats.append(stepper.finish())
+    return stats
+
+
+def check_policies_are_bitwise(device: torch.device, scale: int = 1) -> str:
+    """Weights, state and norms after three clipped steps, for fp32, and for bf16 with fp32 masters."""
+    cases = [
+        (torch.float32, "none", ("hold", "cpu", "two_pass")),
+        (torch.bfloat16, "fp32", ("hold", "cpu", "two_pass", "alias")),
+    ]
+    for dtype, masters, policies in cases:
+        rows = [torch.randn(64, WIDTH // scale, device=device).to(dtype) for _ in range(3)]
+        outcomes = []
+        for policy in (None, *policies):
+            model = Stack(WIDTH // scale, INNER // scale, 3).to(device, dtype)
+            when = "after_backward" if policy is None else "in_backward"
+            optimizer, stepper = build(model, when, masters, max_grad_norm=1e-3, stash=policy or "auto")
+            stats = train(model, stepper, rows, microbatches=2)
+            states = [optimizer.state[held] for group in optimizer.param_groups for held in group["params"]]
+            tensors = [*model.parameters(), *(value for state in states for value in state.values())]
+            outcomes.append((policy, stats, [tensor.detach().cpu() for tensor in tensors]))
+        _, expected_stats, expected = outcomes[0]
+        for policy, stats, got in outcomes[1:]:
+            assert stats == expected_stats, f"{policy} ({dtype}): {stats} instead of {expected_stats}"
+            same = all(torch.equal(left, right) for left, right in zip(expected, got, strict=True))
+            assert same, f"{policy} ({dtype}): weights or state differ"
+    return "fp32 and bf16 with masters"
+
+
+def measure_peak(
+    device: torch.device, policy: str | None, clip: float | None, masters: str = "none"
+) -> tuple[int, float, Any]:
+    """Peak bytes above weights and state in a step of few tokens, seconds a step, and the stepper."""
+    model = Stack().to(device, torch.bfloat16)
+    when = "after_backward" if policy is None else "in_backward"
+    _, stepper = build(model, when, masters, max_grad_norm=clip, stash=policy or "auto")
+    rows = [torch.randn(16, WIDTH, device=device, dtype=torch.bfloat16)]
+    train(model, stepper, rows * 2)  # the first steps make state and buffers
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        train(model, stepper, rows)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return torch.cuda.max_memory_allocated(device) - before, statistics.median(times), stepper
+
+
+def check_peaks(device: torch.device) -> str:
+    """Few tokens and wide layers: gradients make the peak, and each policy lowers it as it says."""
+    gradients = sum(p.numel() for p in Stack().parameters()) * 2
+    hold, hold_s, _ = measure_peak(device, "hold", 1e-3)
+    cpu, cpu_s, stepper = measure_peak(device, "cpu", 1e-3)
+    unclipped, _, _ = measure_peak(device, "auto", None)
+    masters, _, _ = measure_peak(device, "hold", 1e-3, "fp32")
+    alias, _, _ = measure_peak(device, "alias", 1e-3, "fp32")
+    factored, _, _ = measure_peak(device, "factored", 1e-3)
+    buffers = list(stepper._stash._mover._buffers.values())
+    assert buffers and all(buffer.is_pinned() for buffer in buffers), "cpu: no pinned buffer was used"
+    figures = {
+        "hold": hold,
+        "cpu": cpu,
+        "unclipped": unclipped,
+        "hold with masters": masters,
+        "alias": alias,
+        "factored": factored,
+    }
+    line = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in figures.items())
+    line += f" (gradients {gradients / 2**20:.0f} MiB); cpu takes {cpu_s / hold_s:.2f} x the time of hold"
+    assert hold >= 0.9 * gradients, line
+    assert cpu <= hold - 0.5 * gradients, line
+    assert unclipped <= hold - 0.7 * gradients, line
+    assert alias <= masters - 0.7 * gradients, line
+    assert factored <= hold - 0.5 * gradients, line
+    return line
+
+
+def check_norms(device: torch.device) -> str:
+    """Each norm is the same bits alone and in company, and right."""
+    for dtype in (torch.float32, torch.bfloat16):
+        gradients = [torch.randn(size, device=device).to(dtype) for size in (5, 4097, 1 << 20, (1 << 24) + 3)]
+        together = parameter_norms(gradients)
+        for norm, gradient in zip(together, gradients, strict=True):
+            assert torch.equal(norm, parameter_norms([gradient])[0]), f"{dtype}: depends on the company"
+            exact = float(gradient.double().norm())
+            assert abs(float(norm) - exact) < 1e-5 * exact, f"{dtype}: {float(norm)} instead of {exact}"
+    return "fp32 and bf16"
+
+
+def check_gram_norms(device: torch.device) -> str:
+    """Gram matrices of bf16 factors, taken with fp32 output."""
+    inputs, outputs = (torch.randn(700, width, device=device, dtype=torch.bfloat16) for width in (512, 1024))
+    factors = LinearFactors()
+    factors.add(inputs, outputs)
+    exact = float((outputs.double().t() @ inputs.double()).norm())
+    got = float(gram_norms([factors])[0])
+    assert abs(got - exact) < 1e-4 * exact, f"{got} instead of {exact}"
+    return f"relative error {abs(got - exact) / exact:.1e}"
+
+
+def check_state_is_placed(device: torch.device) -> str:
+    """A state dict from a loop optimizer keeps its step counts on the host; the fused one needs them on the device."""
+    model = Stack(64, 128, 2).to(device)
+    loop = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    model(torch.randn(4, 64, device=device)).square().mean().backward()
+    loop.step()
+    loop.zero_grad()
+    fused, stepper = build(model, "in_backward", max_grad_norm=1.0)
+    fused.load_state_dict(
+        loop.state_dict() | {"param_groups": [dict(fused.state_dict()["param_groups"][0], fused=False, foreach=False)]}
+    )
+    assert fused.param_groups[0]["fused"] is True
+    train(model, stepper, [torch.randn(4, 64, device=device)])
+    return "the fused step runs on it"
+
+
+CHECKS: list[Callable[[torch.device], str]] = [
+    check_policies_are_bitwise,
+    check_norms,
+    check_gram_norms,
+    check_state_is_placed,
+    check_peaks,
+]
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("error: no CUDA device here, nothing was checked", file=sys.stderr)
+        print("hint: run this on a machine with an NVIDIA GPU and a CUDA build of torch", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
+    failed = 0
+    for check in CHECKS:
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        try:
+            print(f"ok      {name}: {check(device)}")
+        except Exception as error:
+            failed += 1
+            print(f"FAILED  {name}: {type(error).__name__}: {error}")
+    print(f"{len(CHECKS) - failed} of {len(CHECKS)} hold")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
