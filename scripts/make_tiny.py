@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_text import chat_rows, plain_text, write_rows
+from tiny_text import plain_text, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 DESTINATION = Path(__file__).resolve().parent.parent / "assets" / "tiny"
@@ -36,7 +36,7 @@ BATCH_SIZE = 16
 
 
 def make_tokenizer() -> Tokenizer:
-    """A byte-level BPE of `VOCABULARY_SIZE` tokens, digits one by one, learnt from plain text and questions."""
+    """A byte-level BPE of `VOCABULARY_SIZE` tokens, digits one by one, learnt from plain text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -48,8 +48,7 @@ def make_tokenizer() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    questions = [message["content"] for row in chat_rows()[0] for message in row["messages"]]
-    tokenizer.train_from_iterator([*islice(plain_text(seed=1), 20_000), *questions], trainer)
+    tokenizer.train_from_iterator(islice(plain_text(seed=1), 20_000), trainer)
     return tokenizer
 
 

@@ -8,7 +8,7 @@ is asked in no training row, so a right answer there shows that answering was le
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -65,168 +65,180 @@ YOUNG = pairs(
 
 DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 MONTHS = words("January February March April May June July August September October November December")
-NAMES = words(
-    "Mara Tom Anna Ben Clara David Ella Frank Gina Hugo Ida Jonas Kira Leo Mia Nora Oscar Paula Quentin Rosa Sam "
-    "Tina Ulla Victor Wanda Xenia Yara Zoe Adam Bella Carl Dora Emil Flora Greta Henry Iris Jack Karen Lukas Maria "
-    "Nico Olga Peter Rita Simon Tara Uwe Vera Walter Alice Bruno Celia Dario Edith Felix Gloria Heidi Ivan Julia"
-)
 PLACES = words("river garden market forest harbour school bridge hill station kitchen castle village")
+NAMES = [
+    first + last
+    for first in words("Ma Ta Be Lo Ki Ra Su No Da Fe Jo Vi El An Or Mi Pe Ga Lu He")
+    for last in words("ra na ben lia dor mek tis vo ron nia lin sa ko rin da mo")
+]
+THINGS = sorted({*PLURALS, *YOUNG, *YOUNG.values(), *PLACES, *COLOURS})
 
 
 def pick(random: Random, things: Sequence[str]) -> str:
     return things[random.randrange(len(things))]
 
 
-def several(random: Random, low: int = 3, high: int = 4) -> list[str]:
-    return random.sample(list(PLURALS), random.randint(low, high))
-
-
-def join(words: Sequence[str]) -> str:
-    return ", ".join(words[:-1]) + " and " + words[-1]
+def join(items: Sequence[str]) -> str:
+    return ", ".join(items[:-1]) + " and " + items[-1]
 
 
 def article(word: str) -> str:
     return ("an " if word[0] in "aeiou" else "a ") + word
 
 
-def tell_capital(random: Random) -> str:
-    country = pick(random, list(CAPITALS))
+def some_things(random: Random) -> str:
+    return " ".join(random.sample(THINGS, random.randint(3, 4)))
+
+
+def some_run(random: Random) -> str:
+    """Days, months or numbers in their order."""
+    cycle = (DAYS, MONTHS, [str(number) for number in range(100)], [str(number) for number in range(100)])
+    kind = cycle[random.randrange(len(cycle))]
+    start = random.randrange(len(kind))
+    return " ".join(kind[(start + step) % len(kind)] for step in range(4))
+
+
+def some_pair(random: Random) -> str:
+    return f"{random.randrange(10)} {random.randrange(10)}"
+
+
+# Each `tell_…` says one thing about its subject in one of several ways; `one` and `other` are the paragraph's people.
+
+
+def tell_capital(random: Random, one: str, other: str, country: str) -> str:
     city = CAPITALS[country]
-    name = pick(random, NAMES)
-    return pick(
-        random,
-        (
-            f"The capital of {country} is {city}.",
-            f"{city} is the capital of {country}.",
-            f"{name} went to {country} and saw the capital, {city}.",
-            f"In {country}, the capital is {city}. {name} lives in {city}.",
-            f"{name} comes from {city}, the capital of {country}.",
-        ),
+    ways = (
+        f"The capital of {country} is {city}.",
+        f"{city} is the capital of {country}.",
+        f"{one} went to {country} and saw the capital, {city}.",
+        f"In {country}, the capital is {city}. {other} lives in {city}.",
+        f"{one} comes from {city}, the capital of {country}.",
     )
+    return pick(random, ways)
 
 
-def tell_plural(random: Random) -> str:
-    one = pick(random, list(PLURALS))
-    many = PLURALS[one]
-    name = pick(random, NAMES)
+def tell_plural(random: Random, one: str, other: str, thing: str) -> str:
+    many = PLURALS[thing]
     count = pick(random, ("two", "three", "four", "many", "some"))
-    return pick(
-        random,
-        (
-            f"The plural of {one} is {many}.",
-            f"{name} had one {one}. Now {name} has {count} {many}.",
-            f"One {one}, {count} {many}.",
-            f"There was {article(one)} by the {pick(random, PLACES)}. Soon there were {count} {many}.",
-        ),
+    ways = (
+        f"The plural of {thing} is {many}.",
+        f"{one} had one {thing}. Now {one} has {count} {many}.",
+        f"One {thing}, {count} {many}.",
+        f"There was {article(thing)} by the {pick(random, PLACES)}. {other} saw {count} {many}.",
     )
+    return pick(random, ways)
 
 
-def tell_opposite(random: Random) -> str:
-    one, other = pick(random, [" ".join(pair) for pair in OPPOSITES.items()]).split()
-    return pick(
-        random,
-        (
-            f"The opposite of {one} is {other}.",
-            f"It was not {one}, it was {other}.",
-            f"{pick(random, NAMES)} said {one}, but {pick(random, NAMES)} said {other}.",
-        ),
+def tell_opposite(random: Random, one: str, other: str, word: str) -> str:
+    opposite = OPPOSITES[word]
+    ways = (
+        f"The opposite of {word} is {opposite}.",
+        f"It was not {word}, it was {opposite}.",
+        f"{one} said {word}, but {other} said {opposite}.",
     )
+    return pick(random, ways)
 
 
-def tell_colour(random: Random) -> str:
-    thing = pick(random, list(COLOURS))
+def tell_colour(random: Random, one: str, other: str, thing: str) -> str:
     colour = COLOURS[thing]
-    return pick(
-        random,
-        (
-            f"The colour of {thing} is {colour}.",
-            f"{pick(random, NAMES)} saw {thing}, and it was {colour}.",
-            f"It is {colour}, like {thing}.",
-        ),
+    ways = (
+        f"The colour of {thing} is {colour}.",
+        f"{one} saw {thing}, and it was {colour}.",
+        f"{other} likes {colour}, like {thing}.",
     )
+    return pick(random, ways)
 
 
-def tell_young(random: Random) -> str:
-    animal = pick(random, list(YOUNG))
+def tell_young(random: Random, one: str, other: str, animal: str) -> str:
     young = YOUNG[animal]
-    return pick(
-        random,
-        (
-            f"A young {animal} is called {article(young)}.",
-            f"The {animal} had {article(young)}.",
-            f"{pick(random, NAMES)} saw the {animal} with the little {young}.",
-        ),
+    ways = (
+        f"A young {animal} is called {article(young)}.",
+        f"The {animal} had {article(young)}. {one} saw the {young}.",
+        f"{other} saw the {animal} with the little {young}.",
     )
+    return pick(random, ways)
 
 
-def tell_order(random: Random) -> str:
-    kind = random.randrange(3)
-    if kind == 2:
-        start = random.randrange(94)
-        run = [str(number) for number in range(start, start + 5)]
-    else:
-        cycle = DAYS if kind == 0 else MONTHS
-        start = random.randrange(len(cycle))
-        run = [cycle[(start + step) % len(cycle)] for step in range(4)]
-    return pick(random, (", ".join(run) + ".", f"After {run[0]} comes {run[1]}.", f"{run[1]} comes after {run[0]}."))
-
-
-def tell_list(random: Random) -> str:
-    words = several(random)
-    lines = "\n".join(f"- {word}" for word in words)
-    return pick(
-        random,
-        (
-            f"{pick(random, NAMES)} has {join(words)}:\n{lines}",
-            f"{lines}\nThese are {join(words)}.",
-            f"{join(words)}. Backwards: {join(words[::-1])}.",
-            f"{pick(random, NAMES)} said {join(words)}. And again: {join(words)}.",
-        ),
+def tell_run(random: Random, one: str, other: str, run: str) -> str:
+    first, second, third, fourth = run.split()
+    ways = (
+        f"{first}, {second}, {third}, {fourth}.",
+        f"After {first} comes {second}.",
+        f"After {second} comes {third}.",
+        f"{third} comes after {second}.",
+        f"{one} said {first}. {other} said {second}.",
     )
+    return pick(random, ways)
 
 
-def tell_sum(random: Random) -> str:
-    left, right = random.randrange(10), random.randrange(10)
-    return pick(random, (f"{left} plus {right} is {left + right}.", f"{left} and {right} make {left + right}."))
-
-
-def tell_meeting(random: Random) -> str:
-    one, other = random.sample(NAMES, 2)
-    return pick(
-        random,
-        (
-            f"{one} met {other} at the {pick(random, PLACES)}. Hello, {other}! said {one}. Hello, {one}! said {other}.",
-            f"My name is {one}, said {one}. Nice to meet you, {one}! said {other}.",
-            f"{one} took {article(pick(random, list(PLURALS)))} to the {pick(random, PLACES)} on {pick(random, DAYS)}.",
-        ),
+def tell_things(random: Random, one: str, other: str, things: str) -> str:
+    items = things.split()
+    lines = "\n".join(f"- {item}" for item in items)
+    ways = (
+        f"{one} has {join(items)}:\n{lines}\n",
+        f"{lines}\nThese are {join(items)}.",
+        f"{join(items)}. Backwards: {join(items[::-1])}.",
+        f"{one} said {join(items)}, and {other} turned it around: {join(items[::-1])}.",
+        f"{other} said {join(items)}. And again: {join(items)}.",
     )
+    return pick(random, ways)
 
 
-TELLERS: tuple[Callable[[Random], str], ...] = (
-    tell_capital,
-    tell_capital,
-    tell_plural,
-    tell_opposite,
-    tell_colour,
-    tell_young,
-    tell_order,
-    tell_list,
-    tell_list,
-    tell_sum,
-    tell_meeting,
-    tell_meeting,
+def tell_sum(random: Random, one: str, other: str, pair: str) -> str:
+    left, right = map(int, pair.split())
+    ways = (
+        f"{left} plus {right} is {left + right}.",
+        f"{left} and {right} make {left + right}.",
+        f"{one} has {left}, {other} has {right}. They have {left + right}.",
+    )
+    return pick(random, ways)
+
+
+def tell_meeting(random: Random, one: str, other: str, place: str) -> str:
+    ways = (
+        f"{one} met {other} at the {place}. Hello, {other}! said {one}. Hello, {one}! said {other}.",
+        f"My name is {one}, said {one}. Nice to meet you, {one}! said {other}.",
+        f"I am {other}! said {other}. Hello, {other}! said {one}.",
+        f"{one} took {article(pick(random, THINGS))} to the {place} on {pick(random, DAYS)}.",
+    )
+    return pick(random, ways)
+
+
+def one_of(subjects: Iterable[str]) -> Callable[[Random], str]:
+    choices = list(subjects)
+    return lambda random: pick(random, choices)
+
+
+TOPICS: tuple[tuple[Callable[[Random], str], Callable[[Random, str, str, str], str]], ...] = (
+    (one_of(CAPITALS), tell_capital),
+    (one_of(CAPITALS), tell_capital),
+    (one_of(PLURALS), tell_plural),
+    (one_of(PLURALS), tell_plural),
+    (one_of(OPPOSITES), tell_opposite),
+    (one_of(OPPOSITES), tell_opposite),
+    (one_of(COLOURS), tell_colour),
+    (one_of(YOUNG), tell_young),
+    (some_run, tell_run),
+    (some_things, tell_things),
+    (some_things, tell_things),
+    (some_pair, tell_sum),
+    (some_pair, tell_sum),
+    (one_of(PLACES), tell_meeting),
+    (one_of(PLACES), tell_meeting),
 )
 
 
 def plain_text(seed: int) -> Iterator[str]:
-    """Paragraphs without end."""
+    """Paragraphs without end. Each stays with two people and two or three subjects, and comes back to them."""
     random = Random(seed)
     while True:
-        yield " ".join(pick_teller(random)(random) for _ in range(random.randint(2, 5)))
-
-
-def pick_teller(random: Random) -> Callable[[Random], str]:
-    return TELLERS[random.randrange(len(TELLERS))]
+        one, other = random.sample(NAMES, 2)
+        topics = [(tell, choose(random)) for choose, tell in (TOPICS[random.randrange(len(TOPICS))] for _ in range(3))]
+        sentences = []
+        for _ in range(random.randint(4, 7)):
+            tell, subject = topics[random.randrange(len(topics))]
+            sentences.append(tell(random, *random.sample((one, other), 2), subject))
+        yield " ".join(sentences).replace("\n ", "\n")
 
 
 def capital_questions(country: str) -> tuple[list[str], str]:
@@ -243,7 +255,8 @@ def plural_questions(one: str) -> tuple[list[str], str]:
 
 
 def opposite_questions(word: str) -> tuple[list[str], str]:
-    return [f"What is the opposite of {word}?"], f"The opposite of {word} is {OPPOSITES[word]}."
+    asked = [f"What is the opposite of {word}?", f"Which word is the opposite of {word}?"]
+    return asked, f"The opposite of {word} is {OPPOSITES[word]}."
 
 
 def colour_questions(thing: str) -> tuple[list[str], str]:
@@ -280,13 +293,13 @@ def list_questions(words: str) -> tuple[list[str], str]:
 
 def backwards_questions(words: str) -> tuple[list[str], str]:
     asked = [f"Say {join(words.split())} backwards.", f"Turn around {join(words.split())}."]
-    return asked, join(words.split()[::-1]) + "."
+    return asked, f"Backwards: {join(words.split()[::-1])}."
 
 
-def chat_rows(seed: int = 0, held_out: float = 0.2) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def chat_rows(seed: int = 0, held_out: float = 0.15) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(training rows, validation rows) as messages."""
     random = Random(seed)
-    lists = sorted({" ".join(several(random)) for _ in range(260)})
+    things = list(dict.fromkeys(some_things(random) for _ in range(520)))
     tasks: list[tuple[Sequence[str], Callable[[str], tuple[list[str], str]]]] = [
         (list(CAPITALS), capital_questions),
         (list(PLURALS), plural_questions),
@@ -295,9 +308,9 @@ def chat_rows(seed: int = 0, held_out: float = 0.2) -> tuple[list[dict[str, Any]
         (list(YOUNG), young_questions),
         ([str(number) for number in range(10, 98)], next_questions),
         ([f"{left} {right}" for left in range(10) for right in range(10)], sum_questions),
-        (NAMES, greeting_questions),
-        (lists[::2], list_questions),
-        (lists[1::2], backwards_questions),
+        (random.sample(NAMES, 200), greeting_questions),
+        (things[::2], list_questions),
+        (things[1::2], backwards_questions),
     ]
     train, validation = [], []
     for subjects, ask in tasks:
