@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from optune.errors import TrainingError
-from optune.optim.immediate_parts import Slot, Update, reason_hidden
+from optune.optim.immediate_match import match
+from optune.optim.immediate_parts import Slot, Update, reason_hidden, slots_of
 from optune.optim.immediate_read import CONSTANTS, PARAMETERS, Call, Reader
 from optune.optim.immediate_refuse import (
     BACKWARD,
@@ -36,7 +37,8 @@ from optune.optim.immediate_refuse import (
     single_root,
     works_in_place,
 )
-from optune.optim.immediate_use import Operation, record
+from optune.optim.immediate_rules import Rule
+from optune.optim.immediate_use import Operation, choose_rule, record
 
 
 class LocalSweep(TorchFunctionMode):
@@ -73,10 +75,14 @@ class LocalSweep(TorchFunctionMode):
         if not kinds & PARAMETERS or reads_only_facts(func):
             result = func(*args, **kwargs)
             return self.reader.keep_constant(result) if kinds == CONSTANTS else result
+        if torch.is_grad_enabled():
+            matched = match(func, args, kwargs)
+            if matched is not None and self.reader.varies(matched[1]):
+                return self._record(*matched)
         call = self.reader.read(func, args, kwargs)
         refuse_hidden_access(call)
         if self._state == "backward":
-            self._check_repetition(call)
+            self._check_repetition(tensor for _, tensor in call.operands)
         with refuse_changes(call):
             return self._run(call, args, kwargs)
 
@@ -91,7 +97,15 @@ class LocalSweep(TorchFunctionMode):
             # The input becomes an activation with a node of its own, updated after this function's parameters.
             args, kwargs = call.with_first(self.materialize(call.operands[0][1]))
             call = self.reader.read(call.function, args, kwargs)
-        return record(self, call, args, kwargs) if call.operands else call.function(*args, **kwargs)
+        return self._record_call(call, args, kwargs) if call.operands else call.function(*args, **kwargs)
+
+    def _record_call(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self._record(*choose_rule(call, args, kwargs))
+
+    def _record(self, rule: Rule, tensors: list[Tensor | None]) -> Any:
+        if self._state == "backward":
+            self._check_repetition(tensors)
+        return record(self, rule, tensors)
 
     def _run_in_place(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`x.add_(w)` as `x.copy_(add_(copy of x, w))`: the node works on the copy, torch differentiates `copy_`."""
@@ -104,16 +118,16 @@ class LocalSweep(TorchFunctionMode):
             return copy
 
         fresh = (args[0].clone(), *args[1:])
-        args[0].copy_(record(self, self.reader.read(out_of_place, fresh, kwargs), fresh, kwargs))
+        args[0].copy_(self._record_call(self.reader.read(out_of_place, fresh, kwargs), fresh, kwargs))
         return args[0]
 
     def materialize(self, tensor: Tensor) -> Tensor:
         """A parameter or derived tensor as an activation: backward of it updates."""
         call = self.reader.read(torch.clone, (tensor,), {})
-        return record(self, call, (tensor,), {}) if call.operands else tensor
+        return self._record_call(call, (tensor,), {}) if call.operands else tensor
 
-    def _check_repetition(self, call: Call) -> None:
-        for slot in call.slots:
+    def _check_repetition(self, tensors: Iterable[Tensor | None]) -> None:
+        for slot in slots_of(self.reader.operand(tensor) for tensor in tensors if tensor is not None):
             if slot.updated:
                 raise reason_hidden(
                     f"activation checkpointing repeats a forward pass after {slot.name}, which it reads, was updated",

@@ -31,7 +31,8 @@ def match(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     if len(args) > len(names) or any(name not in names for name in kwargs):
         return None
     bound = defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
-    matched = None if NOTHING in bound.values() else build(bound)
+    # Not `in`, which would compare tensors element by element.
+    matched = None if any(value is NOTHING for value in bound.values()) else build(bound)
     if matched is None or not rules.plain(*matched[1]):
         return None
     first = next(tensor for tensor in matched[1] if tensor is not None)

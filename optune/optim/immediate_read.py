@@ -104,6 +104,10 @@ class Reader:
             return False
         return getattr(value, CONSTANT_TAG, None) == (self.sweep, value._version)
 
+    def varies(self, tensors: Iterable[Tensor | None]) -> bool:
+        """Whether one of `tensors` is neither a parameter, nor derived, nor a constant."""
+        return any(t is not None and self.operand(t) is None and not self.is_constant(t) for t in tensors)
+
     def look(self, values: Iterable[Any], kinds: Kinds = 0) -> Kinds:
         """Which of `PARAMETERS` (derived tensors included), `CONSTANTS` and `OTHERS` are among `values`, at any depth
         of lists, tuples and dictionaries. Stops at the first parameter."""

@@ -234,7 +234,11 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
     yield from ((name, value) for name, value in module._parameters.items() if value is not None)
     for name, value in vars(module).items():
-        yield from ((name, tensor) for tensor in _tensors_in(value))
+        if name not in _MODULE_INTERNALS:
+            yield from ((name, tensor) for tensor in _tensors_in(value))
+
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
 
 def _tensors_in(value: Any) -> Iterable[Tensor]:

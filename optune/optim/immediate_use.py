@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from optune.optim.immediate_match import match
+from optune.optim.immediate_match import Matched, match
 from optune.optim.immediate_parts import (
     Arithmetic,
     Derived,
@@ -42,10 +42,25 @@ class Sweep(Protocol):
         ...
 
 
-def record(sweep: Sweep, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs `call` as a node that updates its parameters in backward; gives the function's result."""
-    use = Use(sweep, call, args, kwargs)
+def choose_rule(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Matched:
+    """The closed form for a call, or its re-evaluation, and the call's tensors in the rule's order."""
+    matched = match(call.function, args, kwargs)
+    if matched is not None:
+        return matched
+    operands = dict(call.operands)
+    positions = sorted([*operands, *call.others])
+    tensors: list[Tensor | None] = [operands.get(position, call.leaves[position]) for position in positions]
+    leaves = [None if isinstance(leaf, Tensor | Slot | Derived) else leaf for leaf in call.leaves]
+    surroundings = Surroundings.read(tensor for tensor in tensors if tensor is not None)
+    return Reevaluation(call.function, leaves, call.spec, positions, surroundings), tensors
+
+
+def record(sweep: Sweep, rule: Rule, tensors: Sequence[Tensor | None]) -> Any:
+    """Runs a call as a node that updates its parameters in backward; gives the function's result."""
+    use = Use(sweep, rule, tensors)
     outputs = Operation.apply(sweep.anchor, use, *use.inputs)
+    if use.output_spec is None:
+        return outputs[0]
     leaves = list(use.outputs)
     for position, output in zip(use.output_positions, outputs, strict=True):
         leaves[position] = output
@@ -55,47 +70,34 @@ def record(sweep: Sweep, call: Call, args: tuple[Any, ...], kwargs: Mapping[str,
 class Use:
     """One call with parameters: its rule, its operands, and which of its tensors are inputs."""
 
-    def __init__(self, sweep: Sweep, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, sweep: Sweep, rule: Rule, tensors: Sequence[Tensor | None]) -> None:
         self.sweep = sweep
-        self.slots = call.slots
+        self.rule = rule
+        self.operands: list[Operand | None] = [
+            None if tensor is None else sweep.reader.operand(tensor) for tensor in tensors
+        ]
+        self.slots = slots_of(self.operands)
+        # Detached, so that no graph and no cast kept by autocast hangs on a parameter.
+        self._values = [
+            tensor.detach() if tensor is not None and operand is not None else None
+            for tensor, operand in zip(tensors, self.operands, strict=True)
+        ]
+        self.inputs = [
+            tensor if operand is None else None for tensor, operand in zip(tensors, self.operands, strict=True)
+        ]
         self.outputs: list[Any] = []
         self.output_positions: list[int] = []
         self.output_spec: Any = None
-        matched = match(call.function, args, kwargs)
-        self.rule: Rule
-        if matched is not None:
-            self.rule, self._tensors = matched
-        else:
-            positions = sorted([position for position, _ in call.operands] + call.others)
-            self._tensors = list(_tensors_at(call, positions))
-            held = [None if isinstance(leaf, Tensor | Slot | Derived) else leaf for leaf in call.leaves]
-            surroundings = Surroundings.read(tensor for tensor in self._tensors if tensor is not None)
-            self.rule = Reevaluation(call.function, held, call.spec, positions, surroundings)
-        reader = sweep.reader
-        self.operands: list[Operand | None] = [
-            None if tensor is None else reader.operand(tensor) for tensor in self._tensors
-        ]
-
-    @property
-    def inputs(self) -> list[Tensor | None]:
-        """The tensors that are no operands, for autograd to track. To be read before `run`."""
-        return [
-            tensor if operand is None else None for tensor, operand in zip(self._tensors, self.operands, strict=True)
-        ]
 
     def run(self, inputs: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        """The result's tensors and what else must be saved."""
-        tensors = [
-            tensor.detach() if operand is not None and tensor is not None else given
-            for tensor, operand, given in zip(self._tensors, self.operands, inputs, strict=True)
-        ]
-        pairs = zip(tensors, self.operands, strict=True)
-        held = [tensor for tensor, operand in pairs if tensor is not None and operand is not None]
-        self._tensors = []
-        result, kept = self.rule.run(tensors)
+        """The result's tensors and what else must be saved. The use then holds no tensor but its slots."""
+        values, self._values, self.inputs = self._values, [], []
+        result, kept = self.rule.run(_merge(inputs, values))
+        if not isinstance(self.rule, Reevaluation):
+            return [result], kept
         self.outputs, self.output_spec = tree_flatten(result)
         self.output_positions = [i for i, leaf in enumerate(self.outputs) if isinstance(leaf, Tensor)]
-        made = [_own(self.outputs[i], held) for i in self.output_positions]
+        made = [_own(self.outputs[i], values) for i in self.output_positions]
         for i in self.output_positions:
             self.outputs[i] = None
         return made, kept
@@ -106,15 +108,13 @@ class Use:
         """The gradient of each slot at its old value."""
         derived = [operand for operand in self.operands if isinstance(operand, Derived)]
         values = {slot: slot.tensor.detach().requires_grad_(bool(derived)) for slot in self.slots}
-        done: dict[Arithmetic, list[Any]] = {}
-        with torch.enable_grad():
-            seen = [resolve(operand, values, done) for operand in self.operands]
+        seen = _resolve(self.operands, values, with_graph=bool(derived))
         tensors = _merge(inputs, [None if value is None else value.detach() for value in seen])
         found = self.rule.gradients(tensors, kept, grads, [operand is not None for operand in self.operands])
         gradients: dict[Slot, Tensor] = {}
         through: list[tuple[Tensor, Tensor]] = []
         for operand, value, gradient in zip(self.operands, seen, found, strict=True):
-            if gradient is None or operand is None:
+            if gradient is None or operand is None or value is None:
                 continue
             if isinstance(operand, Slot):
                 gradients[operand] = gradients[operand] + gradient if operand in gradients else gradient
@@ -129,10 +129,15 @@ class Use:
     ) -> Gradients:
         """The gradient of each input at the slots' present values."""
         values = {slot: slot.tensor.detach() for slot in self.slots}
-        done: dict[Arithmetic, list[Any]] = {}
-        return self.rule.gradients(
-            _merge(inputs, [resolve(operand, values, done) for operand in self.operands]), kept, grads, wanted
-        )
+        return self.rule.gradients(_merge(inputs, _resolve(self.operands, values)), kept, grads, wanted)
+
+
+def _resolve(
+    operands: Sequence[Operand | None], values: Mapping[Slot, Tensor], *, with_graph: bool = False
+) -> list[Tensor | None]:
+    done: dict[Arithmetic, list[Any]] = {}
+    with torch.set_grad_enabled(with_graph):
+        return [resolve(operand, values, done) for operand in operands]
 
 
 def _add_gradients_through(
@@ -187,19 +192,13 @@ class Operation(torch.autograd.Function):
             return (None, None, *use.input_gradients(inputs, kept, grads, wanted))
 
 
-def _own(output: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def _own(output: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
     """`output`, copied where it is a view of a parameter: an activation keeps its value when the parameter changes."""
     if type(output) is Tensor and output._is_view():
         address = output.untyped_storage().data_ptr()
-        if any(address == parameter.untyped_storage().data_ptr() for parameter in parameters):
+        if any(p is not None and address == p.untyped_storage().data_ptr() for p in parameters):
             return output.clone()
     return output
-
-
-def _tensors_at(call: Call, positions: Sequence[int]) -> Iterator[Tensor]:
-    operands = dict(call.operands)
-    for position in positions:
-        yield operands[position] if position in operands else call.leaves[position]
 
 
 def _merge(inputs: Sequence[Tensor | None], operands: Sequence[Tensor | None]) -> list[Tensor | None]:
