@@ -79,6 +79,7 @@ class DataSection:
     shuffle: bool = True
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     chat_template: str | None = option(None, is_path=True, not_empty=True)
+    parse_special: bool = False
 
 
 @dataclass
