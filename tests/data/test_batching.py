@@ -19,11 +19,11 @@ from tests import fixtures
 
 
 def make_rows(lengths: list[int], *, weights: bool = False) -> data.Rows:
-    """Rows of random tokens; the second half of each is trained, its last token always."""
+    """Rows of random tokens, the second half trained; the first token claims to be, which nothing may believe."""
     random = np.random.default_rng(0)
     rows = []
     for index, length in enumerate(lengths):
-        trained = np.arange(length) >= max(1, length // 2)
+        trained = (np.arange(length) >= max(1, length // 2)) | (np.arange(length) == 0)
         values = random.uniform(0.1, 2, length).astype(np.float32) if weights else None
         rows.append(data.Row(random.integers(6, 80, length), trained, f"rows.jsonl:{index + 1}", values))
     return data.Rows(rows)

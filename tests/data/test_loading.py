@@ -178,6 +178,13 @@ def test_a_completion_starts_inside_a_token_that_joins_the_space(tmp_path: Path)
     assert targets(tokenizer, row) == " brown fox<|im_end|>"
 
 
+def test_a_last_character_of_several_tokens_is_trained_whole(tmp_path: Path) -> None:
+    tokenizer = load_ours("smollm2")
+    (row,) = load(tmp_path, tokenizer, [{"prompt": "a", "completion": " 日🙂"}])
+    assert targets(tokenizer, row) == " 日🙂<|im_end|>"
+    assert row.trained.sum() > 4
+
+
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, t0: data.Tokenizer) -> None:
     with pytest.raises(DataError, match="found the id 5000, the vocabulary has 80"):
         load(tmp_path, t0, [{"tokens": [1, 5000]}])

@@ -248,3 +248,40 @@ def test_two_tool_calls_in_one_answer_are_one_answer() -> None:
     (text,) = trained_texts(load_ours("qwen25"), two, tools=TOOLS)
     assert len(re.findall("<tool_call>", text)) == 2
     assert text.endswith("</tool_call><|im_end|>")
+
+
+def test_a_frame_that_every_answer_has_is_trained_because_the_model_writes_it(tmp_path: Path) -> None:
+    """The generation prompt of this template differs from turn to turn, so no fixed text can be searched for."""
+    source = (
+        "{% for m in messages %}{{ '<turn>w%s %s\n' % (loop.index, m.role) }}"
+        "{{ ('yes ' if m.role == 'assistant' else '') + m.content + '<end>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<turn>w%s assistant\n' % (messages | length + 1) }}{% endif %}"
+    )
+    chat = [say("user", "w11"), say("assistant", "w12"), say("user", "w13"), say("assistant", "w14")]
+    assert trained_texts(template_of(tmp_path, source), chat) == ["yes w12 <end>", "yes w14 <end>"]
+
+
+def test_a_frame_is_trained_where_the_template_cannot_render_what_comes_before(tmp_path: Path) -> None:
+    """A template that looks at the first message renders no prompt for a chat that the answer begins."""
+    source = (
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        "{% for m in messages %}{{ '<turn>' + m.role + '\n' }}{{ 'yes ' if m.role == 'assistant' }}"
+        "{{ m.content + '<end>' }}{% endfor %}{% if add_generation_prompt %}{{ '<turn>assistant\n' }}{% endif %}"
+    )
+    assert trained_texts(template_of(tmp_path, source), [say("assistant", "w1")]) == ["yes w1 <end>"]
+
+
+def test_a_prompt_that_opens_a_thought_does_not_hide_the_answers_whose_thought_is_dropped(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}"
+        "{{ '<turn>assistant\nyes\n' + (m.reasoning_content or '') + '\nno\n' + m.content + '<end>' }}"
+        "{% else %}{{ '<turn>' + m.role + '\n' + m.content + '<end>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<turn>assistant\nyes\n' }}{% endif %}"
+    )
+    chat = [
+        say("user", "w1"),
+        say("assistant", "w2", reasoning_content="w12"),
+        say("user", "w3"),
+        say("assistant", "w4", reasoning_content="w14"),
+    ]
+    assert trained_texts(template_of(tmp_path, source), chat) == ["w2 <end>", "w14 \n no \n w4 <end>"]
