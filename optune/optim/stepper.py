@@ -41,7 +41,11 @@ class Stepper(Protocol):
 
     @property
     def passes(self) -> int:
-        """How often the training step must run all microbatches: 2 for the stash `two_pass`, else 1."""
+        """How often the training step must run all microbatches: 2 for the stash `two_pass`, else 1.
+
+        A step of one microbatch may keep its graph instead of running forward again:
+        `loss.backward(retain_graph=pass_index + 1 < stepper.passes)`, each in its own `microbatch(True, pass_index)`.
+        """
         ...
 
     def microbatch(self, is_last: bool, pass_index: int = 0) -> AbstractContextManager[None]:

@@ -46,10 +46,14 @@ class Update:
         self._norms[entry.index] = norm
 
     def take_norm(self) -> float:
-        """The norm over everything measured since the last call."""
+        """The norm over everything measured since the last call. With sharded gradients all ranks must call it."""
         norm = combine_norms(self._norms)
-        self._norms = [None] * len(self.entries)
+        self.forget_norms()
         return norm
+
+    def forget_norms(self) -> None:
+        """Forgets what was measured in a step that was given up."""
+        self._norms = [None] * len(self.entries)
 
     def clip_factor(self, grad_norm: float) -> float:
         return clip_factor(grad_norm, self.max_grad_norm)

@@ -138,11 +138,12 @@ def test_an_error_in_a_microbatch_leaves_nothing_behind(stash: str) -> None:
     model, reference = SmallModel(), SmallModel()
     _, stepper = build(model, stash=stash, max_grad_norm=1e-2)
     with pytest.raises(ZeroDivisionError), stepper.microbatch(True):
-        loss_sum(model, rows[0][0]).backward()
+        loss_sum(model, torch.arange(9)[None]).backward()  # with a parameter that the steps below do not use
         raise ZeroDivisionError
     assert all(parameter.grad is None for parameter in model.parameters())
-    run(model, stepper, rows)
-    run(reference, build(reference, stash=stash, max_grad_norm=1e-2)[1], rows)
+    _, stats = run(model, stepper, rows)
+    _, expected = run(reference, build(reference, stash=stash, max_grad_norm=1e-2)[1], rows)
+    assert stats == expected
     assert_same(weights(reference), weights(model))
 
 
@@ -281,6 +282,27 @@ def test_two_pass_notices_a_second_pass_that_does_not_repeat_the_first() -> None
                 torch.manual_seed(pass_index)
                 loss_sum(model, TOKENS).backward()
         stepper.finish()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_two_pass_may_run_backward_twice_over_one_graph(checkpointing: str) -> None:
+    rows = make_rows(3, [1])
+    model, reference = SmallModel(dropout=0.1), SmallModel(dropout=0.1)
+    model.activation_checkpointing = reference.activation_checkpointing = checkpointing
+    _, stepper = build(model, stash="two_pass", max_grad_norm=1e-2)
+    stats = []
+    for step, (tokens,) in enumerate(rows):
+        torch.manual_seed(1000 * step)
+        loss = None
+        for pass_index in range(2):
+            with stepper.microbatch(True, pass_index):
+                if loss is None:
+                    loss = loss_sum(model, tokens) / tokens[:, 1:].numel()
+                loss.backward(retain_graph=pass_index == 0)
+        stats.append(stepper.finish())
+    _, expected = run(reference, build(reference, when="after_backward", max_grad_norm=1e-2)[1], rows)
+    assert stats == expected
+    assert_same(weights(reference), weights(model))
 
 
 def test_two_pass_without_its_second_pass_is_an_error() -> None:

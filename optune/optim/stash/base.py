@@ -57,8 +57,8 @@ class Stash:
 
     def drop(self) -> None:
         """Frees everything that waits, and leaves the weights as they are."""
-        for bucket in self.buckets:
-            self.update.drop(bucket.entries)
+        self.update.drop(self.update.entries)
+        self.update.forget_norms()
 
     def finish(self) -> StepStats:
         grad_norm = self.update.take_norm()

@@ -59,5 +59,4 @@ class TwoPassStash(Stash):
 
     def drop(self) -> None:
         super().drop()
-        self.update.take_norm()
         self.pass_index = 0
