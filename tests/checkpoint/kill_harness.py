@@ -21,6 +21,8 @@ import torch
 from optune import checkpoint, files, run_folder
 from tests.checkpoint import runs
 
+LAST_STEP = 6
+
 
 def go_on(run_dir: Path, last_step: int) -> None:
     """Train from the newest whole checkpoint to `last_step`, saving after every step."""
@@ -106,7 +108,7 @@ def report(run_dir: Path, last_step: int, least: int, **facts: Any) -> int:
 
 
 def kill_at_every_event(folder: Path) -> None:
-    """A run with one checkpoint makes its second: killed before each event of that in turn."""
+    """A run with one checkpoint makes its second: killed before each event of that in turn. Every third goes on."""
     template = folder / "template"
     attempt(template, 1)
     event, killed = 0, True
@@ -115,22 +117,26 @@ def kill_at_every_event(folder: Path) -> None:
         run_dir = folder / f"event-{event}"
         shutil.copytree(template, run_dir)
         killed = attempt(run_dir, 2, event=event)
-        report(run_dir, 2, 1, event=event, killed=killed, finish=True)
+        report(run_dir, 2, 1, event=event, killed=killed, finish=event % 3 == 0 or not killed)
+        shutil.rmtree(run_dir)
 
 
 def kill_at_random(folder: Path, kills: int, seed: int) -> None:
-    """One run after another, each killed at random moments four times before it may finish."""
+    """One run after another, each killed at random moments until it gets through, `kills` times in all."""
     generator = random.Random(seed)
     start = time.perf_counter()
-    attempt(folder / "straight", 4)
+    attempt(folder / "straight", LAST_STEP)
     duration = time.perf_counter() - start
     sys.stdout.write(json.dumps({"sums": sums(folder / "straight")}) + "\n")
-    step = 0
-    for trial in range(kills):
-        run_dir = folder / f"run-{trial // 4}"
-        step = 0 if trial % 4 == 0 else step
-        killed = attempt(run_dir, 4, after_s=generator.uniform(0, 0.8 * duration))
-        step = report(run_dir, 4, step, killed=killed, finish=trial % 4 == 3)
+    done = number = 0
+    while done < kills:
+        run_dir, step, killed = folder / f"run-{number}", 0, True
+        number += 1
+        while killed and done < kills:
+            killed = attempt(run_dir, LAST_STEP, after_s=generator.uniform(0, duration / 2))
+            done += killed
+            step = report(run_dir, LAST_STEP, step, killed=killed, finish=not killed or done == kills)
+        shutil.rmtree(run_dir)
 
 
 if __name__ == "__main__":
