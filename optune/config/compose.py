@@ -42,6 +42,10 @@ def compose(defaults: Mapping, config_path: Path, arguments: Arguments[str], pro
     tree = merge(defaults, files)
     assert isinstance(tree, Mapping)
     tree = apply_overrides(tree, [override for override in overrides if not override.is_sweep], problems)
+    # Once more below everything: a target that was left and chosen again has its defaults again, as it has when the
+    # composed config is saved and loaded.
+    tree = merge(defaults, tree)
+    assert isinstance(tree, Mapping)
     return resolve(tree, problems)
 
 

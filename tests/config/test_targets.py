@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from optune.config import RunConfig, load, resolve_target
+from optune.config import RunConfig, load, resolve_target, to_yaml
 from optune.errors import ConfigError
 from tests.config.helpers import BASE, read, refuse, say, write
 
@@ -31,6 +31,15 @@ def test_keywords_beside_a_new_target_stay_in_either_order(tmp_path: Path, order
 def test_naming_the_same_target_again_drops_nothing(tmp_path: Path) -> None:
     cfg = read(tmp_path, "optimizer: {lr: 1e-4}\n", "optimizer._target_=torch.optim.AdamW")
     assert cfg.optimizer == {"_target_": "torch.optim.AdamW", "lr": 1e-4, "weight_decay": 0.0}
+
+
+def test_coming_back_to_the_default_target_brings_its_defaults_back(tmp_path: Path) -> None:
+    cfg = read(
+        tmp_path, "optimizer: {_target_: torch.optim.SGD, lr: 1, momentum: 0.9}\n", "optimizer._target_=torch.optim.AdamW"
+    )
+    assert cfg.optimizer == {"_target_": "torch.optim.AdamW", "lr": 2e-5, "weight_decay": 0.0}
+    (tmp_path / "saved.yaml").write_text(to_yaml(cfg), encoding="utf-8")
+    assert load(RunConfig, tmp_path / "saved.yaml") == cfg
 
 
 def test_yaml_with_another_target_than_the_default_starts_afresh(tmp_path: Path) -> None:
