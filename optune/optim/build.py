@@ -15,6 +15,7 @@ from optune.errors import ConfigError
 from optune.optim.after_backward import AfterBackwardStepper
 from optune.optim.buckets import make_buckets, make_entries
 from optune.optim.groups import divide_parameters
+from optune.optim.immediate import ImmediateStepper
 from optune.optim.in_backward import InBackwardStepper
 from optune.optim.masters import make_master, needs_master
 from optune.optim.stash.choose import make_stash
@@ -112,8 +113,6 @@ def build_stepper(
         raise ConfigError(f"{max_skipped_steps} is less than 1", where="max_skipped_steps")
     check_no_closure(optimizer)
     if when == "immediate":
-        from optune.optim.immediate import ImmediateStepper
-
         return ImmediateStepper(
             model,
             optimizer,

@@ -44,14 +44,12 @@ def build_schedule(
     decay_steps: int | None = None,
     factory: Callable[..., LRScheduler] | None = None,
     settings: Mapping[str, Any] | None = None,
-    base_lr: float = 1.0,
 ) -> Schedule:
     """The schedule called `name`, or the one that a torch scheduler gives.
 
     - `total_steps`: updates in the whole run; `warmup_steps` of them may be warm-up, up to all.
     - `decay_steps`: of `wsd` only; a fifth of the run when None.
-    - `factory`, `settings`: a class from `torch.optim.lr_scheduler` and its keywords. It is run once over all steps on
-      an optimizer of no parameters with the rate `base_lr`, and its rates become a table.
+    - `factory`, `settings`: a class from `torch.optim.lr_scheduler` and its keywords, see `TableSchedule`.
 
     Raises `ConfigError` for values that cannot make a schedule, such as more warm-up than steps.
     """
@@ -63,7 +61,7 @@ def build_schedule(
                 "warmup_steps, min_lr_ratio and decay_steps belong to named schedules; a _target_ has its own keywords",
                 where="schedule",
             )
-        return _tabulate(factory, settings or {}, total_steps, base_lr)
+        return TableSchedule(factory, settings or {}, total_steps)
     _check(name, total_steps, warmup_steps, min_lr_ratio, decay_steps)
     shape = _choose_shape(name, total_steps, warmup_steps, decay_steps)
 
@@ -80,9 +78,9 @@ def build_schedule(
 def set_learning_rate(optimizer: Optimizer, schedule: Schedule, step: int) -> None:
     """Sets each group's rate to its own base rate (`initial_lr`) times the factor for `step`; before the step's first
     backward, since a step may happen inside it."""
-    factor = schedule(step)
     for group in optimizer.param_groups:
-        rate = group["initial_lr"] * factor
+        base = group["initial_lr"]
+        rate = schedule.rate(base, step) if isinstance(schedule, TableSchedule) else base * schedule(step)
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:
@@ -132,39 +130,59 @@ def _choose_shape(name: str, total: int, warmup: int, decay: int | None) -> Call
     return lambda step: 1.0
 
 
-def _tabulate(
-    factory: Callable[..., LRScheduler], settings: Mapping[str, Any], total_steps: int, base_lr: float
-) -> Schedule:
-    name = getattr(factory, "__name__", str(factory))
-    if isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau):
-        raise ConfigError(
-            f"{name} follows the loss, so its rate is no function of the step and cannot be resumed exactly",
-            where="schedule._target_",
-            hint=f"use a schedule of the step: {', '.join(NAMES)}, or another torch scheduler",
-        )
-    rate = base_lr or 1.0  # a base rate of 0 is legal; what multiplies it does not matter
-    optimizer = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=rate, momentum=0.9)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            scheduler = factory(optimizer, **settings)
-            table = []
-            for _ in range(total_steps):
-                table.append(float(optimizer.param_groups[0]["lr"]) / rate)
-                optimizer.step()
-                scheduler.step()
-    except Exception as error:
-        raise ConfigError(f"{name} cannot make a schedule of {total_steps} steps: {error}", where="schedule") from error
-    if optimizer.param_groups[0]["momentum"] != 0.9:
-        raise ConfigError(
-            f"{name} also changes the momentum, which a learning-rate schedule cannot carry",
-            where="schedule",
-            hint="set cycle_momentum: false",
-        )
+class TableSchedule:
+    """A torch scheduler as a pure function of the step.
 
-    def schedule(step: int) -> float:
+    It is run over all steps beforehand, on an optimizer of its own, and its rates are kept. Some schedulers take rates
+    besides factors (`eta_min`, `max_lr`), so each base rate has a table of its own: what the scheduler would give a
+    group of that rate. Called with a step, it gives the rate for a base rate of 1.
+
+    Raises `ConfigError` for a scheduler that follows the loss or changes the momentum, and for settings that fail.
+    """
+
+    def __init__(self, factory: Callable[..., LRScheduler], settings: Mapping[str, Any], total_steps: int) -> None:
+        self._factory, self._settings, self._total_steps = factory, dict(settings), total_steps
+        self._name = getattr(factory, "__name__", str(factory))
+        self._tables: dict[float, list[float]] = {}
+        if isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau):
+            raise ConfigError(
+                f"{self._name} follows the loss, so its rate is no function of the step and cannot be resumed exactly",
+                where="schedule._target_",
+                hint=f"use a schedule of the step: {', '.join(NAMES)}, or another torch scheduler",
+            )
+        self.rate(1.0, 0)
+
+    def __call__(self, step: int) -> float:
+        return self.rate(1.0, step)
+
+    def rate(self, base_lr: float, step: int) -> float:
+        """The rate that a group with `base_lr` has in `step`; after the last step, the last one."""
         if step < 0:
             raise ValueError(f"step {step} is before the first update, which is step 0")
-        return table[min(step, total_steps - 1)]
+        if base_lr not in self._tables:
+            self._tables[base_lr] = self._tabulate(base_lr)
+        return self._tables[base_lr][min(step, self._total_steps - 1)]
 
-    return schedule
+    def _tabulate(self, base_lr: float) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=base_lr, momentum=0.9)
+        (group,) = optimizer.param_groups
+        table = []
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                scheduler = self._factory(optimizer, **self._settings)
+                for _ in range(self._total_steps):
+                    table.append(float(group["lr"]))
+                    optimizer.step()
+                    scheduler.step()
+        except Exception as error:
+            raise ConfigError(
+                f"{self._name} cannot make a schedule of {self._total_steps} steps: {error}", where="schedule"
+            ) from error
+        if group["momentum"] != 0.9:
+            raise ConfigError(
+                f"{self._name} also changes the momentum, which a learning-rate schedule cannot carry",
+                where="schedule",
+                hint="set cycle_momentum: false",
+            )
+        return table

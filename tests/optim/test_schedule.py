@@ -142,13 +142,16 @@ def test_rates_do_not_depend_on_what_was_asked_before() -> None:
     ],
 )
 def test_a_torch_scheduler_gives_its_own_rates_as_a_table(factory: Any, settings: dict[str, Any]) -> None:
-    judge = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.05)
+    # With rates of their own, as eta_min and max_lr are, groups do not keep their ratio.
+    rates = [0.05, 0.002]
+    judge = torch.optim.SGD([{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates])
     scheduler = factory(judge, **settings)
-    optimizer = build([], lr=0.05)
-    schedule = optim.build_schedule(factory=factory, settings=settings, total_steps=12, base_lr=0.05)
+    optimizer = build([{"match": "right.*", "lr": rates[1]}], lr=rates[0])
+    schedule = optim.build_schedule(factory=factory, settings=settings, total_steps=12)
     for step in range(12):
         optim.set_learning_rate(optimizer, schedule, step)
-        assert optim.get_learning_rate(optimizer) == pytest.approx(judge.param_groups[0]["lr"], rel=1e-12)
+        expected = [group["lr"] for group in judge.param_groups]
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected, rel=1e-12)
         judge.step()
         scheduler.step()
     assert schedule(500) == schedule(11)
