@@ -141,7 +141,7 @@ class Session:
         if self._saved_step != self.step:
             with self._log.aside("saving"):
                 counters = {"epoch": self._epoch_at(self.step), "log": self._log.checkpoint_state()}
-                self._saver.save(self.step, self._progress | counters)
+                self._saver.save(self.step, self._progress | counters, is_last=self.is_over)
             self._saved_step = self.step
         self._progress.pop("validation_loss", None)
 
@@ -162,6 +162,7 @@ def start(
     *,
     config_yaml: str,
     resume_from: Path | None,
+    in_place: bool,
     allow_change: Collection[str] = (),
     identity: Mapping[str, Any],
     model: nn.Module,
@@ -183,13 +184,14 @@ def start(
       checkpoint and compared with that of `resume_from`; a difference that `allow_change` does not name is refused,
       before anything is written.
     - `resume_from`: a verified checkpoint whose weights `model` already has; optimizer and counters are restored here.
+    - `in_place`: the run goes on in `output_dir`, which may hold what it did so far.
     - `write_model(tensors, folder)` writes the model files of a checkpoint from `model_tensors` or copies of them.
     - `epoch_at(step)`: epochs done after so many steps.
     - `max_time_s`: the run is saved and left when so many seconds are nearly over.
     """
     progress = _restore(identity, resume_from, allow_change, model, optimizer, total_steps)
     with ExitStack() as stack:
-        folder = stack.enter_context(run_folder.open_run(output_dir, config_yaml, resume=resume_from is not None))
+        folder = stack.enter_context(run_folder.open_run(output_dir, config_yaml, resume=in_place))
         requests = stack.enter_context(Requests())
         parameters = dict(model.named_parameters())
         if resume_from is None:

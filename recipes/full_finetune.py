@@ -25,7 +25,8 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
         max_time_s = session.parse_duration(cfg.max_time, where="max_time")
         loggers = [factory(**keywords) for factory, keywords in map(read_target, cfg.loggers)]
-        run_folder.check_output(cfg.output_dir, resume=cfg.resume is not None)
+        in_place = checkpoint.is_in_place(cfg.resume, cfg.output_dir)
+        run_folder.check_output(cfg.output_dir, resume=in_place)
         resume_from = checkpoint.resolve(cfg.resume, cfg.output_dir)
         source = models.resolve(cfg.model.path)
         models.check(source)
@@ -93,6 +94,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             cfg.output_dir,
             config_yaml=to_yaml(replace(cfg, resume=None, allow_change=[])),
             resume_from=resume_from,
+            in_place=in_place,
             allow_change=cfg.allow_change,
             identity={"config": settings, "data": batches.fingerprint(), "model": models.fingerprint(source)},
             model=model,

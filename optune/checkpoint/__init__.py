@@ -12,7 +12,7 @@
 
 from optune.checkpoint.background import Saver, SaveReport
 from optune.checkpoint.comparing import compare
-from optune.checkpoint.folders import find, list_checkpoints, prune, resolve, set_aside_newer
+from optune.checkpoint.folders import find, is_in_place, list_checkpoints, prune, resolve, set_aside_newer
 from optune.checkpoint.manifest import check, verify
 from optune.checkpoint.optimizer_state import load_optimizer
 from optune.checkpoint.progress import (
@@ -37,6 +37,7 @@ __all__ = [
     "compare_versions",
     "count_nonfinite",
     "find",
+    "is_in_place",
     "list_checkpoints",
     "load_optimizer",
     "make_fingerprint",

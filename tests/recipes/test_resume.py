@@ -1,4 +1,4 @@
-"""Interrupted equals uninterrupted, bit for bit: every recipe, every stepper, every cut of a run of 12 steps in several epochs."""
+"""Interrupted equals uninterrupted, bit for bit: every recipe, every stepper, every cut of 12 steps in several epochs."""
 
 from __future__ import annotations
 
@@ -144,3 +144,33 @@ def test_the_saved_config_of_a_resumed_run_repeats_the_run(config, tmp_path: Pat
     assert (resumed.folder / "config.yaml").read_text() == saved
     again = run("full_finetune", resumed.folder / "config.yaml", tmp_path / "again")
     assert_equal_runs(again, resumed)
+
+
+def test_auto_restarts_a_run_that_died_before_its_first_save(config, tmp_path: Path, capsys):
+    straight = run("full_finetune", config, tmp_path / "straight")
+    died = tmp_path / "died"
+    shutil.copytree(straight.folder, died, ignore=shutil.ignore_patterns("model", "step-*", ".lock"))
+    capsys.readouterr()
+    restarted = run("full_finetune", config, died, "resume=auto")
+    assert "dropped 12 lines" in capsys.readouterr().err
+    assert_equal_runs(restarted, straight)
+    assert [line["step"] for line in restarted.metrics] == list(range(1, 13))
+
+
+def test_a_checkpoint_of_another_run_starts_a_run_in_a_folder_of_its_own(config, tmp_path: Path, capsys):
+    straight = run("full_finetune", config, tmp_path / "straight", "checkpoint={save_every_steps: 5, keep_last: null}")
+    other = run("full_finetune", config, tmp_path / "other", f"resume={straight.checkpoints[0]}")
+    assert [line["step"] for line in other.metrics] == list(range(6, 13))
+    assert other.losses == straight.losses[5:]
+    code = main(
+        [
+            "run",
+            "full_finetune",
+            "--config",
+            str(config),
+            f"output_dir={other.folder}",
+            f"resume={straight.checkpoints[0]}",
+        ]
+    )
+    assert code == 2
+    assert "already holds a run" in capsys.readouterr().err
