@@ -195,24 +195,31 @@ def test_blocks_compiled_one_by_one_are_bitwise_equal(clipping: str) -> None:
     assert losses == got_losses
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
-def test_low_bit_optimizers_of_torchao_are_bitwise_equal(name: str) -> None:
+@pytest.mark.parametrize(
+    ("package", "name", "settings"),
+    [
+        ("torchao.optim", "AdamW8bit", {"block_size": 128}),
+        ("torchao.optim", "AdamW4bit", {"block_size": 128}),
+        ("bitsandbytes.optim", "AdamW8bit", {}),
+        ("bitsandbytes.optim", "Lion", {}),
+    ],
+)
+def test_low_bit_optimizers_are_bitwise_equal(package: str, name: str, settings: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torchao_optim = pytest.importorskip("torchao.optim")
-    OPTIMIZERS[name] = (getattr(torchao_optim, name), {"lr": 1e-2, "block_size": 128})
-    # Their steps are compiled; uncompiled they are the same arithmetic.
+        module = pytest.importorskip(package)
+    OPTIMIZERS[name] = (getattr(module, name), {"lr": 1e-2} | settings)
+
+    def make() -> SmallModel:
+        model = SmallModel(blocks=1, dropout=0.1)
+        model.embed = torch.nn.Embedding(256, 16)  # 4,096 elements: enough to be quantised
+        torch.nn.init.normal_(model.embed.weight, generator=torch.Generator().manual_seed(0))
+        return model
+
+    # torchao compiles its steps; uncompiled they are the same arithmetic.
     with torch.compiler.set_stance("force_eager"):
         for clipping in CLIPPING:
-            model = SmallModel(blocks=1, dropout=0.1)
-            model.blocks[0].up = torch.nn.Linear(16, 256, bias=False)
-            model.blocks[0].gate = torch.nn.Linear(16, 256, bias=False)
-            model.blocks[0].down = torch.nn.Linear(256, 16, bias=False)
-            start = {key: value.clone() for key, value in model.state_dict().items()}
-            outcomes = []
-            for when in ("after_backward", "in_backward"):
-                model.load_state_dict(start)
-                outcomes.append(train(when, optimizer=name, clipping=clipping, model=model))
-            (expected, losses, stats), (got, got_losses, got_stats) = outcomes
+            expected, losses, stats = train("after_backward", optimizer=name, clipping=clipping, model=make())
+            got, got_losses, got_stats = train("in_backward", optimizer=name, clipping=clipping, model=make())
             assert_same(expected, got)
             assert (losses, stats) == (got_losses, got_stats)

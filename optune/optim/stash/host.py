@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from optune.optim.buckets import Bucket, Entry
 from optune.optim.stash.base import Stash
@@ -81,6 +82,11 @@ class HostStash(Stash):
         self._moved = {}
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def make_mover(device: torch.device) -> Mover:
     """The mover for gradients on `device`."""
     return CudaMover(device) if device.type == "cuda" else PlainMover()
@@ -123,8 +129,8 @@ class CudaMover:
         return torch.cuda.memory_allocated(self._device)
 
     def to_host(self, entry: Entry) -> None:
-        gradient = entry.weight.grad
-        assert gradient is not None
+        assert entry.weight.grad is not None
+        gradient = _local(entry.weight.grad)
         buffer = self._buffers.get(entry.index)
         if buffer is None:
             buffer = torch.empty_like(gradient, device="cpu", pin_memory=True)
@@ -138,12 +144,12 @@ class CudaMover:
 
     def to_device(self, entries: Sequence[Entry]) -> None:
         # Memory is taken on the current stream, which will use and free it; the copy waits for what ran there before.
-        gradients = [torch.empty_like(self._buffers[entry.index], device=self._device) for entry in entries]
+        gradients = [torch.empty_like(entry.weight, requires_grad=False) for entry in entries]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for entry, gradient in zip(entries, gradients, strict=True):
-                gradient.copy_(self._buffers[entry.index], non_blocking=True)
-                gradient.record_stream(self._stream)
+                _local(gradient).copy_(self._buffers[entry.index], non_blocking=True)
+                _local(gradient).record_stream(self._stream)
         for entry, gradient in zip(entries, gradients, strict=True):
             entry.weight.grad = gradient
 
