@@ -1,7 +1,8 @@
 """Asks models the held-out questions of `assets/tiny/validation.jsonl` and counts the right answers.
 
-    python scripts/ask_tiny.py assets/tiny/model runs/demo/model     # before and after, side by side
+    python scripts/ask_tiny.py assets/tiny/model runs/demo/model     # before and after
 
+One question of each kind is printed with its answers.
 An answer is right when it is the expected one, letter by letter. Decoding is greedy.
 """
 
@@ -48,18 +49,23 @@ def one_line(text: str, width: int) -> str:
     return textwrap.shorten(text.replace("\n", " / "), width, placeholder=" …") or "(nothing)"
 
 
+def kind(expected: str) -> str:
+    """What sort of question it is, told by the beginning of the answer."""
+    first, second, *_ = expected.split()
+    return second if first == "The" or first.isdigit() else first
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
-    parser.add_argument("--show", type=int, default=8, help="how many questions to print with their answers")
+    parser.add_argument("--show", type=int, default=10, help="how many questions to print with their answers")
     parser.add_argument("--at-least", type=float, default=0.0, help="fail unless the last model gets this share right")
     arguments = parser.parse_args()
     rows = [json.loads(line)["messages"] for line in ROWS.read_text(encoding="utf-8").splitlines()]
     questions, expected = [row[0]["content"] for row in rows], [row[1]["content"] for row in rows]
     given = {str(folder): answer(folder, questions) for folder in arguments.models}
     width = max(map(len, given))
-    # One question of each kind, told by its first word.
-    kinds = {question.split()[0]: index for index, question in reversed(list(enumerate(questions)))}
+    kinds = {kind(answer): index for index, answer in reversed(list(enumerate(expected)))}
     for index in sorted(kinds.values())[: arguments.show]:
         print(one_line(questions[index], 78))
         for folder, answers in given.items():
