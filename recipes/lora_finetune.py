@@ -31,7 +31,8 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         run_folder.check_output(cfg.output_dir, resume=in_place)
         resume_from = checkpoint.resolve(cfg.resume, cfg.output_dir)
         source = models.resolve(cfg.model.path)
-        lora.apply(models.outline(models.check(source)), **settings["lora"])  # wrong targets are refused here
+        config = models.check(source)
+        lora.apply(models.outline(config), **settings["lora"])  # wrong targets are refused here
 
         # Data: all rows as tokens, then batches as a function of (seed, step).
         tokenizer = data.load_tokenizer(source, cfg.data.chat_template)
@@ -43,7 +44,9 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             truncation=cfg.data.truncation,
             train_on=cfg.data.train_on,
             parse_special=cfg.data.parse_special,
+            embedding_rows=config.vocab_size,
         )
+        pad_id = min(tokenizer.pad_id, config.vocab_size - 1)  # any id does: padding is told by its place
         batches = data.build_batches(
             load_rows(settings["data"]["train"]),
             batch_size=cfg.batch_size,
@@ -51,14 +54,14 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             shuffle=cfg.data.shuffle,
             packing=cfg.data.packing,
             max_length=cfg.data.max_length,
-            pad_id=tokenizer.pad_id,
+            pad_id=pad_id,
             seed=cfg.seed,
             world_size=processes.world_size,
         )
         validation = None
         if cfg.data.validation is not None:
             validation = data.build_validation_batches(
-                load_rows(settings["data"]["validation"]), cfg.batch_size, pad_id=tokenizer.pad_id
+                load_rows(settings["data"]["validation"]), cfg.batch_size, pad_id=pad_id
             )
         total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
         schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))

@@ -58,6 +58,7 @@ def load_rows(
     truncation: Truncation = "drop",
     train_on: TrainOn = "assistant",
     parse_special: bool = False,
+    embedding_rows: int | None = None,
 ) -> Rows:
     """The rows of `train` as tokens with their targets marked, in the order of the files; `.report` says what happened.
 
@@ -68,6 +69,7 @@ def load_rows(
       left without a target is dropped and counted.
     - `train_on`: `assistant`, `last_assistant` or `all`, for chats; `all` also trains the prompts of completions.
     - `parse_special`: text of control tokens inside messages becomes control tokens; otherwise it stays text.
+    - `embedding_rows`: of the model; a token beyond them makes its row a broken one.
 
     Raises DataError for a missing file, for rows that are broken (the first one is named, all are counted), and where
     no row is left.
@@ -75,7 +77,7 @@ def load_rows(
     for name, value, allowed in (("truncation", truncation, TRUNCATIONS), ("train_on", train_on, TRAIN_ON)):
         if value not in allowed:
             raise DataError(f"{value!r} is none of {', '.join(allowed)}", where=f"data.{name}")
-    loader = _Loader(tokenizer, max_length, truncation, train_on, parse_special)
+    loader = _Loader(tokenizer, max_length, truncation, train_on, parse_special, embedding_rows)
     sources = list_sources(train)
     for source in sources:
         loader.load(source, source.format or format)
@@ -90,10 +92,11 @@ class _Loader:
         truncation: Truncation,
         train_on: TrainOn,
         parse_special: bool,
+        embedding_rows: int | None,
     ) -> None:
         self._tokenizer, self._max_length, self._truncation = tokenizer, max_length, truncation
         self._train_on: TrainOn = train_on
-        self._parse_special = parse_special
+        self._parse_special, self._embedding_rows = parse_special, embedding_rows
         self._rows: list[Row] = []
         self._errors: list[DataError] = []
         self._end_ids: set[int] = set()
@@ -196,8 +199,15 @@ class _Loader:
         return mark_spans(encoded, spans, self._tokenizer.eos_id)
 
     def _keep(self, where: str, encoded: Encoded) -> None:
-        limit = self._max_length
+        limit, rows = self._max_length, self._embedding_rows
         reason = "no target"
+        highest = int(encoded.tokens.max(initial=0))
+        if rows is not None and highest >= rows:
+            raise DataError(
+                f"the token {self._tokenizer.decode([highest])!r} has the id {highest}, and the model's embedding has "
+                f"{rows} rows",
+                hint="a token was added to the tokenizer alone: resize the model's embedding and save it, then train",
+            )
         if limit is not None and len(encoded.tokens) > limit:
             encoded = self._cut(encoded, limit)
             reason = f"no target within max_length={limit}"
