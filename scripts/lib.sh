@@ -4,7 +4,9 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT" || exit
 
-say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
+say() {
+  if [ -t 2 ]; then printf '\033[1m%s\033[0m\n' "$*" >&2; else printf '%s\n' "$*" >&2; fi
+}
 
 die() {
   printf 'error: %s\n' "$1" >&2
