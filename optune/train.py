@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optune import breadth_first
 from optune.errors import ConfigError, TrainingError
 from optune.loss import Loss
 from optune.optim import Stepper
+from optune.passes import Work, breadth_first, depth_first
 from optune.types import Microbatch
 
 SumOverRanks = Callable[[Sequence[float]], list[float]]
@@ -75,15 +75,13 @@ def train_step(
             f"step {step + 1} has no target: {_name_rows(microbatches)}",
             hint="`optune validate` counts targets; check data.train_on and data.max_length",
         )
-    run_pass = _PASSES[accumulation]
     moved = [microbatch.to(device) for microbatch in microbatches]
-    total = torch.zeros((), dtype=torch.float64)
+    work = Work(model, loss, stepper, moved, num_targets, SeedMicrobatch(seed, step, rank))
+    sums: list[Tensor] = []
     for pass_index in range(stepper.passes):
-        sums = run_pass(model, loss, stepper, moved, num_targets, pass_index, SeedMicrobatch(seed, step, rank))
-        if pass_index == 0:
-            total = torch.stack(sums).double().sum()
+        sums = _PASSES[accumulation](work, pass_index)  # the same in each pass
     stats = stepper.finish()
-    (loss_total,) = sum_over_ranks([total.item()])
+    (loss_total,) = sum_over_ranks([torch.stack(sums).double().sum().item()])
     return StepResult(
         loss=loss_total / num_targets,
         targets=num_targets,
@@ -112,28 +110,7 @@ class SeedMicrobatch:
         torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
-def _depth_first(
-    model: Any,
-    loss: Loss,
-    stepper: Stepper,
-    microbatches: Sequence[Microbatch],
-    num_targets: float,
-    pass_index: int,
-    seed_microbatch: SeedMicrobatch,
-) -> list[Tensor]:
-    """A forward and a backward for each microbatch in turn; the summed loss of each."""
-    sums: list[Tensor] = []
-    for index, microbatch in enumerate(microbatches):
-        seed_microbatch(index)
-        with stepper.microbatch(index == len(microbatches) - 1, pass_index):
-            hidden_BTD = model.hidden(microbatch.tokens_BT, microbatch.positions_BT, microbatch.documents_BT)
-            loss_sum = loss(model, hidden_BTD, microbatch)
-            (loss_sum / num_targets).backward()
-        sums.append(loss_sum.detach())
-    return sums
-
-
-_PASSES = {"depth_first": _depth_first, "breadth_first": breadth_first.run_pass}
+_PASSES = {"depth_first": depth_first, "breadth_first": breadth_first}
 
 
 def check_accumulation(accumulation: str, when: str, num_microbatches: int) -> None:

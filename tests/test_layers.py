@@ -28,10 +28,10 @@ ALLOWED = {
     "types": set[str](),
     "files": set[str](),
     "config": {"errors"},
-    "breadth_first": BASE | {"loss", "optim"},
+    "passes": BASE | {"loss", "optim"},
     "export": BASE | {"models", "lora"},
     "session": BASE | {"checkpoint", "metrics", "optim", "run_folder", "signals", "train"},
-    "train": BASE | {"loss", "optim", "breadth_first"},
+    "train": BASE | {"loss", "optim", "passes"},
 }
 """Parts whose rule is not the peers' own: `train`, `session` and `export` stand above them (data, lora, loss, …)."""
 

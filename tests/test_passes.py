@@ -1,4 +1,4 @@
-"""Breadth-first accumulation against depth-first, on the decoder, and its live gradient memory."""
+"""Breadth-first against depth-first and its live gradient memory; one forward for two passes."""
 
 from __future__ import annotations
 
@@ -117,3 +117,26 @@ def test_a_step_without_targets_names_its_rows(tmp_path: Path):
     empty = Microbatch(tokens_BT, torch.full_like(tokens_BT, IGNORE), torch.arange(3)[None], rows=("a.jsonl:7",))
     with pytest.raises(train.TrainingError, match=r"step 5 has no target: a\.jsonl:7"):
         train.train_step(model, next_token_loss, stepper, [empty], seed=0, step=4)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+@pytest.mark.parametrize(("count", "forwards"), [(1, 1), (2, 4)])
+def test_two_passes_over_a_single_microbatch_share_its_forward(
+    tmp_path: Path, adapters, checkpointing, count, forwards
+):
+    once, twice = (load_model(tmp_path / "m", torch.float32, tied=True, adapters=adapters) for _ in range(2))
+    for model in (once, twice):
+        model.activation_checkpointing = checkpointing
+    called = 0
+
+    def watch(*_: object) -> None:
+        nonlocal called
+        called += 1
+
+    twice.model.embed_tokens.register_forward_hook(watch)
+    clipped = {"when": "in_backward", "max_grad_norm": 0.1}
+    _, expected = run_steps(once, "depth_first", steps=3, count=count, stash="hold", **clipped)
+    _, weights = run_steps(twice, "depth_first", steps=3, count=count, stash="two_pass", **clipped)
+    assert called == 3 * forwards
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
