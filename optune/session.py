@@ -315,8 +315,10 @@ def summarize(
     }
     files = list(report.formats)
     fields["data"] = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
-    for index, line in enumerate(report.lines()):
-        fields["rows" if index == 0 else f"rows {index}"] = line
+    fields["rows"], *rest = report.lines()
+    for line in rest:
+        label, _, text = line.partition(": ")  # `skipped: …`, `note: …`
+        fields[label] = f"{fields[label]}; {text}" if label in fields else text
     if batches.packs is not None:
         fields["packs"] = f"{batches.units:,} of {batches.max_length} tokens, {batches.fill:.1%} full"
     fields["steps"] = metrics.describe_steps(
