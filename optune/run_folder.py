@@ -148,7 +148,9 @@ def _check_output(path: Path, resume: bool) -> None:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file", where="output_dir", hint=_OTHER_FOLDER)
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not nearest.is_dir() or not _may_write(nearest):
+    if not nearest.is_dir():
+        raise ConfigError(f"{path} cannot be made: {nearest} is a file", where="output_dir", hint=_OTHER_FOLDER)
+    if not _may_write(nearest):
         raise ConfigError(
             f"{path} cannot be written: no permission in {nearest}", where="output_dir", hint=_OTHER_FOLDER
         )

@@ -94,7 +94,8 @@ def _describe(error: Exception) -> str:
             line = traceback.tb_lineno
         traceback = traceback.tb_next
     place = f" on line {line}" if line else ""
-    return f"the chat template fails{place}: {type(error).__name__}: {error}"
+    words = str(error).replace("optune.data.traced.Traced", "str")
+    return f"the chat template fails{place}: {type(error).__name__}: {words}"
 
 
 def _find_literals(tree: jinja2.nodes.Template) -> str:

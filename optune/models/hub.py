@@ -37,7 +37,9 @@ def resolve(path: str | Path) -> Path:
         return folder
     if folder.exists():
         raise ModelError("a model is a folder with config.json; this is a file", where=str(folder))
-    raise ModelError("there is no such folder", where=str(folder))
+    raise ModelError(
+        "there is no such folder", where=str(folder), hint="`optune download OWNER/NAME FOLDER` fetches a model"
+    )
 
 
 def download(repo_id: str, destination: Path | None = None, *, revision: str | None = None) -> Path:
