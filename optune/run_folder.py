@@ -8,13 +8,9 @@ One process holds the folder at a time: `.lock` carries an advisory lock, which 
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
 import os
 import re
 import shutil
-import socket
 import sys
 import time
 import traceback
@@ -24,12 +20,11 @@ from typing import IO, Any, cast
 
 from tqdm import tqdm
 
-from optune import files
+from optune import files, folder_lock
 from optune.errors import ConfigError, OptuneError
+from optune.folder_lock import OTHER_FOLDER
 
-_LOCK = ".lock"
 _OWN_NAMES = ("config.yaml", "metrics.jsonl", "log.txt", "checkpoints", "model")
-_OTHER_FOLDER = "choose another output_dir"
 
 
 class RunFolder:
@@ -106,11 +101,16 @@ class RunFolder:
         self.close()
 
 
-def open_run(output_dir: str | Path, config_yaml: str, resume: bool = False) -> RunFolder:
+Resume = bool | str | None
+"""The key `resume`: null, `auto`, a folder; True is `auto`, False is null."""
+
+
+def open_run(output_dir: str | Path, config_yaml: str, resume: Resume = None) -> RunFolder:
     """Take `output_dir` for a run: lock it, write `config.yaml`, start `log.txt`. Nothing is created before.
 
-    `resume` says that the run goes on with what the folder holds; without it the folder must not hold a run. A run that
-    never logged a step and never saved holds nothing: its folder may be used again.
+    Where `resume` is `auto`, this very folder, or a checkpoint in it, the run goes on with what the folder holds. Else
+    the folder must not hold a run. One that never logged a step holds nothing, and its folder may be used again; for a
+    run that goes on from another folder's checkpoint, one that never saved does.
 
     Raises `ConfigError` when the folder holds a run, is in use, or cannot be written.
     """
@@ -118,11 +118,11 @@ def open_run(output_dir: str | Path, config_yaml: str, resume: bool = False) -> 
     check_output(path, resume=resume)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = _lock_folder(path)
+        lock = folder_lock.take(path)
         try:
             # Again under the lock: another process may have been faster.
-            check_output(path, resume=resume)
-            if not resume:
+            _check_output(path, resume)
+            if not _goes_on(path, resume):
                 (path / "log.txt").unlink(missing_ok=True)
                 (path / "metrics.jsonl").unlink(missing_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
@@ -135,34 +135,50 @@ def open_run(output_dir: str | Path, config_yaml: str, resume: bool = False) -> 
         raise _unwritable(path, _cause(error)) from error
 
 
-def check_output(output_dir: str | Path, *, resume: bool = False) -> None:
+def check_output(output_dir: str | Path, *, resume: Resume = None) -> None:
     """Raise `ConfigError` when `open_run` would refuse `output_dir`, as far as that shows without writing."""
     path = Path(output_dir).absolute()
     try:
         _check_output(path, resume)
+        folder_lock.refuse_held(path)
     except OSError as error:
         raise _unwritable(path, _cause(error)) from error
 
 
-def _check_output(path: Path, resume: bool) -> None:
+def _check_output(path: Path, resume: Resume) -> None:
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{path} is a file", where="output_dir", hint=_OTHER_FOLDER)
+        raise ConfigError(f"{path} is a file", where="output_dir", hint=OTHER_FOLDER)
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     if not nearest.is_dir():
         raise ConfigError(f"{path} cannot be made: {nearest} is a file", where="output_dir", hint=_OTHER_FOLDER)
     if not _may_write(nearest):
         raise ConfigError(
-            f"{path} cannot be written: no permission in {nearest}", where="output_dir", hint=_OTHER_FOLDER
+            f"{path} cannot be written: no permission in {nearest}", where="output_dir", hint=OTHER_FOLDER
         )
-    if resume or not path.exists():
+    goes_on = _goes_on(path, resume)
+    if not path.exists() or (goes_on and any((path / "checkpoints").glob("step-*"))):
         return
     held = [name for name in _OWN_NAMES if (path / name).exists()]
-    if held and not ((path / _LOCK).exists() and _never_stepped(path)):
+    is_free = _never_saved(path) if resume else _never_stepped(path)
+    if not held or ((path / folder_lock.NAME).exists() and is_free):
+        return
+    if goes_on:
         raise ConfigError(
-            f"{path} already holds a run ({', '.join(held)})",
-            where="output_dir",
-            hint=f"go on with it by `optune resume {path}`, or {_OTHER_FOLDER}",
+            f"{path} holds no checkpoint to go on from, only {', '.join(held)}", where="output_dir", hint=OTHER_FOLDER
         )
+    raise ConfigError(
+        f"{path} already holds a run ({', '.join(held)})",
+        where="output_dir",
+        hint=f"go on with it by `optune resume {path}`, or {OTHER_FOLDER}",
+    )
+
+
+def _goes_on(path: Path, resume: Resume) -> bool:
+    """Whether `resume` means the run in `path` itself."""
+    if not isinstance(resume, str):
+        return bool(resume)
+    source, own = Path(resume).resolve(), path.resolve()
+    return resume == "auto" or source == own or own in source.parents
 
 
 def _may_write(folder: Path) -> bool:
@@ -172,68 +188,17 @@ def _may_write(folder: Path) -> bool:
 
 def _never_stepped(path: Path) -> bool:
     metrics = path / "metrics.jsonl"
-    if (path / "model").exists() or (metrics.exists() and metrics.stat().st_size):
-        return False
+    return not (metrics.exists() and metrics.stat().st_size) and _never_saved(path)
+
+
+def _never_saved(path: Path) -> bool:
     checkpoints = path / "checkpoints"
-    return not checkpoints.exists() or all(entry.name.startswith(files.ASIDE) for entry in checkpoints.iterdir())
-
-
-def _lock_folder(path: Path) -> IO[str]:
-    """Hold `.lock` for as long as the returned file is open; the owner's process and host stand in it."""
-    lock = (path / _LOCK).open("a+", encoding="utf-8")
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                _refuse_living_owner(path, lock)
-                sys.stderr.write(f"warning: {path} is on a file system without locks: let no second run use it\n")
-            else:
-                raise _in_use(path, _read_owner(lock)) from error
-        lock.seek(0)
-        lock.truncate()
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        lock.write(json.dumps(owner) + "\n")
-        lock.flush()
-    except BaseException:
-        lock.close()
-        raise
-    return lock
-
-
-def _read_owner(lock: IO[str]) -> dict[str, Any]:
-    lock.seek(0)
-    try:
-        owner = json.loads(lock.read())
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
-
-
-def _refuse_living_owner(path: Path, lock: IO[str]) -> None:
-    """Where locks do not exist, the process number has to do, on this host."""
-    owner = _read_owner(lock)
-    if owner.get("host") != socket.gethostname() or not isinstance(owner.get("pid"), int):
-        return
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return
-    except PermissionError:
-        pass
-    if owner["pid"] != os.getpid():
-        raise _in_use(path, owner)
-
-
-def _in_use(path: Path, owner: dict[str, Any]) -> ConfigError:
-    who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}" if len(owner) == 3 else "another process"
-    return ConfigError(
-        f"{path} is in use by {who}", where="output_dir", hint=f"wait for it, stop it, or {_OTHER_FOLDER}"
-    )
+    has_one = checkpoints.exists() and not all(entry.name.startswith(files.ASIDE) for entry in checkpoints.iterdir())
+    return not has_one and not (path / "model").exists()
 
 
 def _unwritable(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"{path} cannot be written: {why}", where="output_dir", hint=_OTHER_FOLDER)
+    return ConfigError(f"{path} cannot be written: {why}", where="output_dir", hint=OTHER_FOLDER)
 
 
 def _cause(error: OSError) -> str:

@@ -13,35 +13,26 @@ The loop, and what is in it, belongs to the recipe.
 
 from __future__ import annotations
 
-import re
-import sys
+import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optune import checkpoint, metrics, optim, run_folder
-from optune.errors import ConfigError
+from optune import checkpoint, files, metrics, optim, resuming, run_folder
+from optune.resuming import say
 from optune.signals import Requests
+from optune.start_summary import summarize
+from optune.time_limit import TimeLimit
 from optune.train import StepResult
+from optune.types import Microbatch
 
-NOT_TRAINING = frozenset(
-    {
-        "output_dir", "loggers", "log_every_steps", "checkpoint", "resume", "allow_change", "max_time", "device",
-        "epochs", "max_steps", "validation_every_steps", "optimizer_step", "gradient_stash", "accumulation",
-        "activation_checkpointing", "max_skipped_steps",
-    }
-)  # fmt: skip
-"""Keys whose change a run survives: they do not alter its numbers, or (its length) are spoken of apart."""
-
-
-def say(message: str) -> None:
-    """A line for people: stderr, and with it the run's log.txt."""
-    sys.stderr.write(f"{message}\n")
+__all__ = ["Session", "TimeLimit", "start", "summarize"]
 
 
 class Session:
@@ -57,16 +48,21 @@ class Session:
         optimizer: Optimizer,
         epoch_at: Callable[[int], float],
         total_steps: int,
-        max_time_s: float | None,
+        time_limit: TimeLimit,
+        save_s: float,
+        resume_from: Path | None,
         progress: dict[str, Any],
     ) -> None:
         self.step: int = progress["step"]
         """Steps done."""
         self._folder, self._log, self._saver, self._requests = folder, log, saver, requests
-        self._optimizer, self._epoch_at = optimizer, epoch_at
-        self._total_steps, self._max_time_s = total_steps, max_time_s
+        self._optimizer, self._epoch_at, self._total_steps = optimizer, epoch_at, total_steps
+        self._time_limit, self._save_s, self._longest_s = time_limit, save_s, 0.0
+        self._resume_from, self._first_step = resume_from, self.step
         self._progress = progress
         self._saved_step = self.step
+        self._was_owed = False
+        self._stalls_s: list[float] = []
 
     @property
     def is_over(self) -> bool:
@@ -74,42 +70,52 @@ class Session:
         return self.step >= self._total_steps
 
     @property
+    def owes_validation(self) -> bool:
+        """Whether a signal ended the validation that belongs to the step done last: it comes before the next step."""
+        return self._progress["owes_validation"]
+
+    @property
     def exit_code(self) -> int:
-        """0; 130 or 143 where a signal ended the run before its last step."""
-        return 0 if self.is_over else self._requests.exit_code
+        """0, also where `max_time` ended the run; 130 or 143 where a signal ended it before all was done."""
+        return 0 if self.is_over and not self.owes_validation else self._requests.exit_code
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps to do, from 0 for the first of the run; ends early on a signal or at `max_time`.
 
         After each one the recipe has called `log_step`. Before the iteration ends the run is saved as it stands.
         """
-        begun, longest = time.monotonic(), 0.0
-        while not self.is_over:
+        while not self.is_over and not self._must_leave():
             started = time.monotonic()
             yield self.step
             self._saver.check()
-            longest = max(longest, time.monotonic() - started)
+            self._longest_s = max(self._longest_s, time.monotonic() - started)
             if self._requests.take_save():
+                self._log.say(f"SIGUSR1: saving after step {self.step}")
                 self.save()
-            if self._requests.stop is not None and not self.is_over:
-                self._log.say(f"{self._requests.stop.name}: saving after step {self.step}")
-                break
-            # Twice the longest step: one for the step, one for the save that follows.
-            if (
-                self._max_time_s is not None
-                and time.monotonic() - begun + 2 * longest > self._max_time_s
-                and not self.is_over
-            ):
-                self._log.say(f"max_time is nearly over: saving after step {self.step} of {self._total_steps}")
-                break
-        self.save()
+        self._save(is_last=True)
+
+    def _must_leave(self) -> bool:
+        """Whether this process takes no further step, which is then said."""
+        if self._requests.stop is not None:
+            when = f"saving after step {self.step}" if self.step > self._saved_step else "nothing new to save"
+            self._log.say(f"{self._requests.stop.name}: {when}")
+            return True
+        save_s = max([self._save_s, *(report.write_s for report in self._saver.reports)])
+        # One step at least: a run that always left before its first one would never end.
+        if self.step == self._first_step or self._time_limit.leaves(self._longest_s + save_s):
+            return False
+        self._log.say(f"max_time is nearly over: saving after step {self.step} of {self._total_steps}")
+        return True
 
     def log_step(self, result: StepResult) -> None:
         """Counts the step as done and logs it."""
         self.step += 1
-        self._progress["targets_seen"] += result.targets
-        self._progress["tokens_seen"] += result.tokens
-        self._progress["skipped_steps"] += result.skipped
+        progress = self._progress
+        progress["rows_seen"] += result.rows
+        progress["targets_seen"] += result.targets
+        progress["tokens_seen"] += result.tokens
+        progress["skipped_steps"] += result.skipped
+        progress["skipped_in_a_row"] = progress["skipped_in_a_row"] + 1 if result.skipped else 0
         self._log.step(
             self.step,
             epoch=self._epoch_at(self.step),
@@ -127,33 +133,84 @@ class Session:
         """Whether something that happens every so many steps happens now."""
         return every_steps is not None and self.step % every_steps == 0
 
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """Around a validation: shown on the bar, not counted as time of a step; left early by `until_stopped`."""
+        with self._log.aside("validating"):
+            try:
+                yield
+            except _LeaveValidation:
+                self._progress["owes_validation"] = True
+                self._log.say(f"the validation after step {self.step} is left; it is taken when the run goes on")
+        if self._was_owed:  # The checkpoint of this step lacks it.
+            self._was_owed, self._saved_step = False, -1
+            self.save()
+
+    def until_stopped(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
+        """`microbatches` for a validation, which may be long: a signal that asks for the end does not wait for it."""
+        for microbatch in microbatches:
+            if self._requests.stop is not None:
+                raise _LeaveValidation
+            yield microbatch
+
     def log_validation(self, loss: float) -> None:
         """Logs the validation loss of the weights as they are now; the checkpoint of this step carries it."""
-        self._progress["validation_loss"] = loss
+        self._progress["validation"] = {"step": self.step, "loss": loss}
         self._log.validation(self.step, loss=loss, epoch=self._epoch_at(self.step))
-
-    def validating(self) -> AbstractContextManager[None]:
-        """Around a validation: shown on the bar, not counted as time of a step."""
-        return self._log.aside("validating")
+        self._was_owed, self._progress["owes_validation"] = self.owes_validation, False
 
     def save(self) -> None:
         """Saves a checkpoint of the weights as they are now, once a step at most."""
-        if self._saved_step != self.step:
-            with self._log.aside("saving"):
-                counters = {"epoch": self._epoch_at(self.step), "log": self._log.checkpoint_state()}
-                self._saver.save(self.step, self._progress | counters, is_last=self.is_over)
-            self._saved_step = self.step
-        self._progress.pop("validation_loss", None)
+        self._save(is_last=self.is_over)
+
+    def _save(self, *, is_last: bool) -> None:
+        if self._saved_step == self.step:
+            return
+        progress = dict(self._progress)
+        validation = progress.pop("validation", None)
+        if validation is not None and validation["step"] == self.step:
+            progress["validation_loss"] = validation["loss"]
+        started = time.perf_counter()
+        with self._log.aside("saving"):
+            counters = {"epoch": self._epoch_at(self.step), "log": self._log.checkpoint_state()}
+            report = self._saver.save(self.step, progress | counters, is_last=is_last)
+        self._saved_step = self.step
+        if not is_last:
+            self._stalls_s.append(time.perf_counter() - started)
+            copied = f"{files.format_bytes(report.copied_bytes)} copied" if report.copied_bytes else "nothing copied"
+            self._log.note(f"saving after step {self.step} held training up for {self._stalls_s[-1]:.3f} s, {copied}")
 
     def publish(self) -> None:
         """Waits for the last checkpoint and, where the run is complete, makes the result of it."""
-        newest = self._saver.wait()
-        where: dict[str, object] = {"checkpoint": newest, "run folder": self._folder.path}
+        newest = self._saver.wait() or self._resume_from
+        where: dict[str, object] = {"saving": self._describe_saving()}
+        where |= {"checkpoint": newest, "run folder": self._folder.path}
         if newest is not None and self.is_over:
             where["model"] = self._folder.publish_model(newest)
-        elif newest is not None:
+        if not self.is_over or self.owes_validation:
             where["go on"] = f"optune resume {self._folder.path}"
-        self._log.finish(where)
+        if self.step == self._first_step:
+            nothing = f"nothing to train: step {self.step} of {self._total_steps} is done"
+            more = {"train on": f"optune resume {self._folder.path} epochs=… or max_steps=…"} if self.is_over else {}
+            title = nothing if self.is_over else f"left before step {self.step + 1} of {self._total_steps}"
+            self._log.say(metrics.format_fields(title, where | more))
+        self._log.finish(where, how="finished" if self.is_over else "stopped")
+
+    def _describe_saving(self) -> str | None:
+        """`4 checkpoints, written in up to 0.61 s; training stood still for up to 0.02 s at a save, 0.05 s in all`."""
+        count = len(self._saver.reports)
+        if not count:
+            return None
+        written = max(report.write_s for report in self._saver.reports)
+        text = f"{count} checkpoint{'' if count == 1 else 's'}, written in up to {written:.2f} s"
+        if not self._stalls_s:
+            return text
+        stalled = f"training stood still for up to {max(self._stalls_s):.2f} s at a save, {sum(self._stalls_s):.2f} s"
+        return f"{text}; {stalled} in all"
+
+
+class _LeaveValidation(Exception):  # noqa: N818 (a message between two methods, not a failure)
+    """A signal asks for the end, and the validation is not over."""
 
 
 @contextmanager
@@ -161,17 +218,18 @@ def start(
     output_dir: str,
     *,
     config_yaml: str,
+    resume: str | None,
     resume_from: Path | None,
-    in_place: bool,
     allow_change: Collection[str] = (),
     identity: Mapping[str, Any],
     model: nn.Module,
     optimizer: Optimizer,
+    stepper: optim.Stepper,
     write_model: Callable[[Mapping[str, Tensor], Path], None],
     model_tensors: Mapping[str, Tensor],
     epoch_at: Callable[[int], float],
     total_steps: int,
-    max_time_s: float | None = None,
+    time_limit: TimeLimit,
     save_every_steps: int | None = None,
     keep_last: int | None = 2,
     log_every_steps: int = 1,
@@ -183,29 +241,47 @@ def start(
     - `identity`: `config` as plain values, and sums of `data` and base `model`. What alters training is kept in each
       checkpoint and compared with that of `resume_from`; a difference that `allow_change` does not name is refused,
       before anything is written.
-    - `resume_from`: a verified checkpoint whose weights `model` already has; optimizer and counters are restored here.
-    - `in_place`: the run goes on in `output_dir`, which may hold what it did so far.
+    - `resume`: the key; it decides whether `output_dir` may hold a run already. `resume_from`: the verified checkpoint
+      that it stands for, whose weights `model` already has; optimizer and counters are restored here.
     - `write_model(tensors, folder)` writes the model files of a checkpoint from `model_tensors` or copies of them.
     - `epoch_at(step)`: epochs done after so many steps.
-    - `max_time_s`: the run is saved and left when so many seconds are nearly over.
+    - `time_limit`: the run is saved and left when it is nearly over.
     """
-    progress = _restore(identity, resume_from, allow_change, model, optimizer, total_steps)
+    fingerprint = resuming.make_fingerprint(identity)
+    progress: dict[str, Any] = dict(resuming.COUNTERS)
+    notes: list[str] = []
+    if resume_from is not None:
+        progress, notes = resuming.restore(
+            resume_from,
+            fingerprint,
+            allow_change=allow_change,
+            model=model,
+            optimizer=optimizer,
+            stepper=stepper,
+            total_steps=total_steps,
+        )
+    elif resume is not None:
+        notes = [f"{output_dir} holds no checkpoint yet: starting from the beginning"]
+    log_state = progress.pop("log", None)
+    progress |= {"fingerprint": fingerprint, "total_steps": total_steps}
     with ExitStack() as stack:
-        folder = stack.enter_context(run_folder.open_run(output_dir, config_yaml, resume=in_place))
+        folder = stack.enter_context(run_folder.open_run(output_dir, config_yaml, resume=resume))
         requests = stack.enter_context(Requests())
+        for note in notes:
+            say(note)
         parameters = dict(model.named_parameters())
-        if resume_from is None:
-            # A run must not die at its first save, hours from here.
-            rehearsal = checkpoint.rehearse(
-                folder.path,
+        room = _check_room(
+            folder.path,
+            resume_from,
+            rehearse=partial(
+                checkpoint.rehearse,
                 write_model=lambda path: write_model(model_tensors, path),
                 optimizer=optimizer,
                 named_parameters=parameters,
-                keep_last=keep_last,
-                keep_best=True,
-                saves=1 + (total_steps - 1) // (save_every_steps or total_steps),
-            )
-            summary = {**summary, "checkpoints": f"{rehearsal}; one was tried in {rehearsal.write_s:.1f} s"}
+            ),
+            keep_last=keep_last,
+            saves=math.ceil((total_steps - progress["step"]) / (save_every_steps or total_steps)),
+        )
         saver = checkpoint.Saver(
             folder.path,
             write_model=lambda path, tensors: write_model(tensors, path),
@@ -221,14 +297,15 @@ def start(
             folder.path,
             total_steps,
             first_step=progress["step"],
-            state=progress.pop("log", None),
+            state=log_state,
             log_every_steps=log_every_steps,
             loggers=loggers,
             config=identity["config"],
             device=str(next(model.parameters()).device),
         )
         stack.enter_context(log)
-        log.start("run", {**summary, "output": folder.path})
+        tried = f"; one was tried in {room.write_s:.1f} s" if room.write_s else ""
+        log.start("run", {**summary, "checkpoints": f"{room}{tried}", "output": folder.path})
         run = Session(
             folder,
             log,
@@ -237,98 +314,25 @@ def start(
             optimizer=optimizer,
             epoch_at=epoch_at,
             total_steps=total_steps,
-            max_time_s=max_time_s,
+            time_limit=time_limit,
+            save_s=room.write_s,
+            resume_from=resume_from,
             progress=progress,
         )
         yield run
         run.publish()
 
 
-def _restore(
-    identity: Mapping[str, Any],
+def _check_room(
+    run_dir: Path,
     resume_from: Path | None,
-    allow_change: Collection[str],
-    model: nn.Module,
-    optimizer: Optimizer,
-    total_steps: int,
-) -> dict[str, Any]:
-    """The counters that a checkpoint keeps; the optimizer's state is filled in from it."""
-    config = {key: value for key, value in identity["config"].items() if key not in NOT_TRAINING}
-    fingerprint = checkpoint.make_fingerprint(config, data=identity["data"], model=identity["model"])
-    counters: dict[str, Any] = {"step": 0, "targets_seen": 0.0, "tokens_seen": 0, "skipped_steps": 0}
-    if resume_from is not None:
-        saved = checkpoint.read_progress(resume_from)
-        differences = checkpoint.compare_fingerprints(saved["fingerprint"], fingerprint)
-        allowed = checkpoint.refuse_changes(differences, allow_change)
-        for difference in [*allowed, *checkpoint.compare_versions(saved)]:
-            say(f"warning: goes on with another {difference}")
-        if saved["total_steps"] != total_steps:
-            say(
-                f"warning: the run now ends at step {total_steps}, it was to end at {saved['total_steps']}: from here "
-                "the learning rate follows the schedule of the new length"
-            )
-        keep = {difference.key.removeprefix("optimizer.") for difference in allowed}
-        keep |= {"initial_lr"} if "lr" in keep else set()
-        checkpoint.load_optimizer(optimizer, dict(model.named_parameters()), resume_from, keep=keep)
-        counters = {key: saved[key] for key in (*counters, "log")}
-        say(f"goes on after step {saved['step']} from {resume_from}")
-    return counters | {"fingerprint": fingerprint, "total_steps": total_steps}
-
-
-def parse_duration(text: str | None, *, where: str) -> float | None:
-    """Seconds: `90s`, `30m`, `1h30m`, `2d`, `01:30:00` or a plain number of seconds. None stays None."""
-    if text is None:
-        return None
-    clock = re.fullmatch(r"(?:(\d+):)?(\d+):(\d\d)", text)
-    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
-    if clock:
-        hours, minutes, seconds = (float(part or 0) for part in clock.groups())
-        total = 3600 * hours + 60 * minutes + seconds
-    elif units and text:
-        days, hours, minutes, seconds = (float(part or 0) for part in units.groups())
-        total = 86400 * days + 3600 * hours + 60 * minutes + seconds
-    else:
-        total = 0.0
-    if total <= 0:
-        raise ConfigError(f"{text!r} is not a length of time", where=where, hint="such as 90s, 30m, 1h30m or 01:30:00")
-    return total
-
-
-def summarize(
-    name: str,
-    source: Path,
-    model: nn.Module,
-    batches: Any,
-    total_steps: int,
-    optimizer: Optimizer,
-    stepper: optim.Stepper,
-) -> dict[str, object]:
-    """What a person should know before the first step, line by line. The model was asked for as `name` and found in
-    `source`; `batches`: see `data.build_batches`."""
-    parameters = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    report = batches.rows.report
-    fields: dict[str, object] = {
-        "model": name if name == str(source) else f"{name} ({source})",
-        "parameters": metrics.describe_parameters(trained, sum(parameter.numel() for parameter in parameters)),
-        "weights": f"{', '.join(sorted({_dtype_name(p) for p in parameters}))} on {parameters[0].device}",
-    }
-    files = list(report.formats)
-    fields["data"] = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
-    fields["rows"], *rest = report.lines()
-    for line in rest:
-        label, _, text = line.partition(": ")  # `skipped: …`, `note: …`
-        fields[label] = f"{fields[label]}; {text}" if label in fields else text
-    if batches.packs is not None:
-        fields["packs"] = f"{batches.units:,} of {batches.max_length} tokens, {batches.fill:.1%} full"
-    fields["steps"] = metrics.describe_steps(
-        total_steps, steps_per_epoch=batches.steps_per_epoch, rows_per_step=batches.units_per_step
-    )
-    fields["optimizer"] = type(optimizer).__name__
-    fields["step"] = stepper.describe()
-    fields["warning"] = optim.warn_lost_updates(model.named_parameters(), optimizer)
-    return fields
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    *,
+    rehearse: Callable[..., checkpoint.Rehearsal],
+    keep_last: int | None,
+    saves: int,
+) -> checkpoint.Rehearsal:
+    """A run must not die at its first save, hours from here: a fresh one tries it, one that goes on counts the room."""
+    if resume_from is None:
+        return rehearse(run_dir, keep_last=keep_last, keep_best=True, saves=saves)
+    size = checkpoint.count_bytes(resume_from)
+    return checkpoint.check_room(run_dir, size, keep_last=keep_last, keep_best=True, saves=saves)

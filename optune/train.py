@@ -32,9 +32,11 @@ SumOverRanks = Callable[[Sequence[float]], list[float]]
 @dataclass(frozen=True)
 class StepResult:
     """What one step did: `loss` is the mean over its targets (all microbatches, all ranks), `grad_norm` the global norm
-    before clipping, None where the mode cannot know it; `skipped` says that the gradient was not finite."""
+    before clipping, None where the mode cannot know it; `skipped` says that the gradient was not finite. `rows`,
+    `targets` and `tokens` (without padding) are those of all ranks."""
 
     loss: float
+    rows: int
     targets: float
     tokens: int
     grad_norm: float | None
@@ -67,8 +69,12 @@ def train_step(
     """
     device = next(model.parameters()).device
     model.train()
-    num_targets, num_tokens = sum_over_ranks(
-        [sum(microbatch.count_targets() for microbatch in microbatches), sum(m.num_tokens for m in microbatches)]
+    num_targets, num_tokens, num_rows = sum_over_ranks(
+        [
+            sum(microbatch.count_targets() for microbatch in microbatches),
+            sum(microbatch.num_tokens for microbatch in microbatches),
+            sum(len(microbatch.rows) for microbatch in microbatches),
+        ]
     )
     if num_targets == 0:
         raise TrainingError(
@@ -84,6 +90,7 @@ def train_step(
     (loss_total,) = sum_over_ranks([torch.stack(sums).double().sum().item()])
     return StepResult(
         loss=loss_total / num_targets,
+        rows=int(num_rows),
         targets=num_targets,
         tokens=int(num_tokens),
         grad_norm=stats.grad_norm,

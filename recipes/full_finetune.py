@@ -6,11 +6,11 @@
 What must not change (the step, the loss, saving, resuming) stands in the library, what you might change stands here.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from optune import checkpoint, data, distributed, loss, models, optim, run_folder, session, train
-from optune.config import RunConfig, read_target, schedule_keywords, to_dict, to_yaml
+from optune.config import RunConfig, read_target, schedule_keywords, to_dict, to_run_yaml
 
 
 @dataclass
@@ -23,10 +23,9 @@ def main(cfg: Config, validate_only: bool = False) -> int:
     with distributed.start(cfg.device) as processes:
         settings = to_dict(cfg, hide_secrets=False)
         train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
-        max_time_s = session.parse_duration(cfg.max_time, where="max_time")
+        time_limit = session.TimeLimit(cfg.max_time)
         loggers = [factory(**keywords) for factory, keywords in map(read_target, cfg.loggers)]
-        in_place = checkpoint.is_in_place(cfg.resume, cfg.output_dir)
-        run_folder.check_output(cfg.output_dir, resume=in_place)
+        run_folder.check_output(cfg.output_dir, resume=cfg.resume)
         resume_from = checkpoint.resolve(cfg.resume, cfg.output_dir)
         source = models.resolve(cfg.model.path)
         config = models.check(source)
@@ -55,7 +54,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             seed=cfg.seed,
             world_size=processes.world_size,
         )
-        validation = None
+        validation = []
         if cfg.data.validation is not None:
             validation = data.build_validation_batches(
                 load_rows(settings["data"]["validation"]), cfg.batch_size, pad_id=pad_id
@@ -94,18 +93,19 @@ def main(cfg: Config, validate_only: bool = False) -> int:
 
         with session.start(
             cfg.output_dir,
-            config_yaml=to_yaml(replace(cfg, resume=None, allow_change=[])),
+            config_yaml=to_run_yaml(cfg),
+            resume=cfg.resume,
             resume_from=resume_from,
-            in_place=in_place,
             allow_change=cfg.allow_change,
             identity={"config": settings, "data": batches.fingerprint(), "model": models.fingerprint(source)},
             model=model,
             optimizer=optimizer,
+            stepper=stepper,
             write_model=partial(models.save, source=source),
             model_tensors=model.state_dict(),
             epoch_at=batches.epoch,
             total_steps=total_steps,
-            max_time_s=max_time_s,
+            time_limit=time_limit,
             save_every_steps=cfg.checkpoint.save_every_steps,
             keep_last=cfg.checkpoint.keep_last,
             log_every_steps=cfg.log_every_steps,
@@ -114,6 +114,13 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         ) as run:
             if validation:
                 train.evaluate(model, loss.next_token_loss, validation[:1])  # a rehearsal: fail now, not in hours
+
+            def validate():
+                with run.validating():
+                    run.log_validation(train.evaluate(model, loss.next_token_loss, run.until_stopped(validation)))
+
+            if validation and run.owes_validation:
+                validate()
             for step in run.steps():
                 optim.set_learning_rate(optimizer, schedule, step)
                 microbatches = batches.microbatches(step, processes.rank)
@@ -123,8 +130,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
                 )  # fmt: skip
                 run.log_step(result)
                 if validation and (run.is_due(cfg.validation_every_steps) or run.is_over):
-                    with run.validating():
-                        run.log_validation(train.evaluate(model, loss.next_token_loss, validation))
+                    validate()
                 if run.is_due(cfg.checkpoint.save_every_steps):
                     run.save()
         return run.exit_code

@@ -30,7 +30,11 @@ ALLOWED = {
     "config": {"errors"},
     "passes": BASE | {"loss", "optim"},
     "export": BASE | {"models", "lora"},
-    "session": BASE | {"checkpoint", "metrics", "optim", "run_folder", "signals", "train"},
+    "run_folder": BASE | {"folder_lock"},
+    "resuming": BASE | {"checkpoint", "optim"},
+    "session": BASE
+    | {"checkpoint", "metrics", "optim", "resuming", "run_folder", "signals", "start_summary", "time_limit", "train"},
+    "start_summary": BASE | {"metrics", "optim"},
     "train": BASE | {"loss", "optim", "passes"},
 }
 """Parts whose rule is not the peers' own: `train`, `session` and `export` stand above them (data, lora, loss, …)."""

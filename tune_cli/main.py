@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from optune.errors import ConfigError, OptuneError
 from tune_cli import messages
+from tune_cli.stopping import TERMINATED, Terminated, signals_unwind
 
 COMMANDS = {
     "run": ("RECIPE --config CONFIG [key=value …]", "train"),
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ[messages.DEBUG] = "1"  # for workers and the jobs of a grid
     try:
         _replace_what_cannot_be_printed()
-        code = _dispatch(words)
+        with signals_unwind():
+            code = _dispatch(words)
         if sys.stdout is not None:  # closed by the shell: `>&-`
             sys.stdout.flush()
         return code
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return PIPE_CLOSED
     except KeyboardInterrupt as interrupt:
-        return messages.report(interrupt, exit_code=INTERRUPTED)
+        return messages.report(interrupt, exit_code=TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
     except OptuneError as error:
         return messages.report(error, exit_code=error.exit_code)
     except Exception as error:

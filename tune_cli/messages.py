@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from optune.errors import OptuneError
+from tune_cli.stopping import Terminated
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 DEBUG = "OPTUNE_DEBUG"
@@ -39,7 +40,7 @@ def list_causes(error: BaseException) -> list[Cause]:
     if isinstance(error, OptuneError):
         return [(str(part), part.hint) for part in getattr(error, "errors", [error])]
     if isinstance(error, KeyboardInterrupt):
-        return [("interrupted", None)]
+        return [("terminated" if isinstance(error, Terminated) else "interrupted", None)]
     text = str(error).strip() or "no message"
     return [(f"{type(error).__name__}: {text}", "this was not foreseen; --debug shows where it happened")]
 

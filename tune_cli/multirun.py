@@ -106,13 +106,15 @@ def _run_job(command: list[str]) -> int:
     def pass_on(number: int, frame: Any) -> None:
         process.send_signal(number)
 
-    # The terminal sends SIGINT to the whole group, so the job has it already; SIGTERM comes to us alone.
+    # The terminal sends SIGINT to the whole group, so the job has it already; the others come to us alone.
     old_terminate = signal.signal(signal.SIGTERM, pass_on)
+    old_save = signal.signal(signal.SIGUSR1, pass_on)
     old_interrupt = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         code = process.wait()
     finally:
         signal.signal(signal.SIGTERM, old_terminate)
+        signal.signal(signal.SIGUSR1, old_save)
         signal.signal(signal.SIGINT, old_interrupt)
     return code if code >= 0 else 128 - code
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from optune.config.emit import RECIPE_LINE, write_override
+from optune.config.emit import RECIPE_LINE, read_resumed, write_override
 from optune.errors import ConfigError
 from tune_cli.arguments import Parser
 from tune_cli.launch import launch, split_launch_options
@@ -35,13 +36,33 @@ def run(words: list[str]) -> int:
     folder = Path(others[0]).expanduser()
     config = find_saved_config(folder)
     recipe = load_recipe(options.recipe or read_recipe_name(config))
-    resumed = [write_override("resume", "auto"), write_override("output_dir", str(folder), is_path=True)]
-    allowed = f"allow_change=[{','.join(options.allow_change)}]"
+    resumed = [write_override("output_dir", str(folder), is_path=True)]
+    origin, allowed_before = read_resumed(config)
+    if origin is None or any((folder / "checkpoints").glob("step-*")):
+        resumed.append(write_override("resume", "auto"))
+    else:  # It was stopped before it had a checkpoint of its own.
+        resumed.append(write_override("resume", origin, is_path=True))
+    allowed = f"allow_change=[{','.join(_list_allowed(allowed_before, options.allow_change, others[1:]))}]"
     request = Request(recipe, config, [*resumed, allowed, *others[1:]], options.allow_target)
     cfg = request.load()
     if launch_words:
         return launch(launch_words, ["resume", *rest])
     return train(recipe, cfg)
+
+
+def _list_allowed(saved: Sequence[str], given: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The changes that are allowed now, and those that were allowed before and are not made anew.
+
+    Where the run was stopped before its first save, the newest checkpoint is still that of before the change.
+    """
+    touched = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    kept = [name for name in saved if not any(_overlap(name, key) for key in touched)]
+    return list(dict.fromkeys([*kept, *given]))
+
+
+def _overlap(first: str, second: str) -> bool:
+    """Whether one of two keys is the other or stands above it."""
+    return f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}.")
 
 
 def find_saved_config(folder: Path) -> Path:

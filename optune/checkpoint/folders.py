@@ -78,16 +78,6 @@ def resolve(resume: str | Path | None, run_dir: str | Path, *, say: Say = say_on
     return folder
 
 
-def is_in_place(resume: str | Path | None, run_dir: str | Path) -> bool:
-    """Whether a run goes on in the folder that it resumes from: `auto`, or a checkpoint inside `run_dir`.
-
-    From any other checkpoint a new run starts, in a folder of its own.
-    """
-    if resume is None or resume == "auto":
-        return resume == "auto"
-    return Path(resume).resolve().is_relative_to(Path(run_dir).resolve())
-
-
 def prune(run_dir: Path, *, keep_last: int | None, keep_best: bool = True) -> list[Path]:
     """Remove what is older than the newest `keep_last` whole checkpoints; returns what was removed.
 

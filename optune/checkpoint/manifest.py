@@ -95,6 +95,12 @@ def _check_step(folder: Path) -> list[str]:
     return [f"{PROGRESS} is of step {saved}"] if step is not None and saved != step else []
 
 
+def count_bytes(folder: Path) -> int:
+    """The size of all files that the manifest of a whole checkpoint names."""
+    entries = read_manifest(folder)
+    return 0 if isinstance(entries, str) else sum(entry["size"] for entry in entries.values())
+
+
 def verify(folder: Path) -> None:
     """Raise `CheckpointError` naming every missing, cut or damaged file of the checkpoint in `folder`."""
     faults = check(folder)

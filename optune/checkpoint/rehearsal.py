@@ -75,9 +75,24 @@ def rehearse(
         raise CheckpointError(f"what was written cannot be read back: {'; '.join(faults)}", where=str(aside.parent))
     seconds = time.perf_counter() - start
     size += estimate_state_bytes(optimizer)
+    return check_room(run_dir, size, keep_last=keep_last, keep_best=keep_best, saves=saves, write_s=seconds)
+
+
+def check_room(
+    run_dir: Path,
+    size: int,
+    *,
+    keep_last: int | None = 2,
+    keep_best: bool = False,
+    saves: int = 1,
+    write_s: float = 0.0,
+) -> Rehearsal:
+    """Compare what checkpoints of `size` bytes will need with what the disk has; see `rehearse`, which is given the
+    same. Raises `CheckpointError` when the disk is too small."""
     most = saves if keep_last is None else min(saves, keep_last + 1 + keep_best)
     present = len(list_checkpoints(run_dir))
-    needed = max(1, most - present) * size
+    # Where old ones are pruned, those that are there already make room for new ones.
+    needed = (saves if keep_last is None else max(min(saves, 1), most - present)) * size
     free = shutil.disk_usage(run_dir).free
     if needed > free:
         raise CheckpointError(
@@ -86,7 +101,7 @@ def rehearse(
             where=str(run_dir.absolute()),
             hint="make room, lower checkpoint.keep_last, or choose another output_dir",
         )
-    return Rehearsal(size, most * size, free, seconds)
+    return Rehearsal(size, most * size, free, write_s)
 
 
 def estimate_state_bytes(optimizer: torch.optim.Optimizer) -> int:

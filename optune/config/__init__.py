@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optune.config.emit import to_dict, to_yaml
+    from optune.config.emit import to_dict, to_run_yaml, to_yaml
     from optune.config.loading import load
     from optune.config.options import option
     from optune.config.paths import looks_like_path
@@ -42,11 +42,13 @@ __all__ = [
     "resolve_target",
     "schedule_keywords",
     "to_dict",
+    "to_run_yaml",
     "to_yaml",
 ]
 
 _FILES = {
     "to_dict": "emit",
+    "to_run_yaml": "emit",
     "to_yaml": "emit",
     "load": "loading",
     "option": "options",

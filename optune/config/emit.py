@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
@@ -13,6 +14,7 @@ from optune.config.problems import HIDDEN, is_secret
 from optune.config.shipped import shipped_name
 
 RECIPE_LINE = "# recipe: "
+RESUMED_LINE = "# resumed: "
 # A text that no reader can take for null, a number, a truth value, a list or an interpolation.
 _PLAIN = re.compile(r"[A-Za-z_/.~][\w/.+@-]*(?: [\w/.+@-]+)*\Z", re.ASCII)
 _TAKEN = re.compile(r"(?:null|none|true|false|yes|no|on|off|y|n|~)\Z", re.IGNORECASE)
@@ -30,6 +32,33 @@ def to_yaml(cfg: Any, *, hide_secrets: bool = False) -> str:
     lines = [f"{RECIPE_LINE}{recipe}"] if recipe else []
     lines += _section(cfg, "", hide_secrets)
     return "\n".join(lines) + "\n"
+
+
+def to_run_yaml(cfg: Any) -> str:
+    """The config.yaml of a run folder, which repeats the run: `cfg` without what was for this one start.
+
+    Where the run goes on from another folder, and the changes that were allowed for it, stand in a comment at the end:
+    see `read_resumed`.
+    """
+    start: dict[str, Any] = {}
+    if cfg.resume not in (None, "auto"):
+        start["from"] = str(Path(cfg.resume).absolute())
+    if cfg.allow_change:
+        start["allow_change"] = list(cfg.allow_change)
+    comment = f"{RESUMED_LINE}{json.dumps(start)}\n" if start else ""
+    return to_yaml(dataclasses.replace(cfg, resume=None, allow_change=[])) + comment
+
+
+def read_resumed(config: Path) -> tuple[str | None, list[str]]:
+    """From which folder the run of a saved config went on last, and the changes that were allowed for it.
+
+    `optune resume` needs both as long as the run has not saved anew: its newest checkpoint is that of before.
+    """
+    for line in reversed(config.read_text(encoding="utf-8-sig").splitlines()):
+        if line.startswith(RESUMED_LINE):
+            start = json.loads(line.removeprefix(RESUMED_LINE))
+            return start.get("from"), start.get("allow_change", [])
+    return None, []
 
 
 def to_dict(cfg: Any, *, hide_secrets: bool = True) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -174,6 +175,12 @@ class RunLog:
         if self._main:
             self._progress.say(text)
 
+    def note(self, text: str) -> None:
+        """A line for `log.txt` alone."""
+        log_only = getattr(sys.stderr, "log_only", None)
+        if self._main and log_only is not None:
+            log_only(text)
+
     def warn(self, text: str) -> None:
         """`warning: …`."""
         self.say(f"warning: {text}")
@@ -181,7 +188,8 @@ class RunLog:
     def finish(self, fields: Mapping[str, object] | None = None, how: str = "finished") -> None:
         """The end: plot, loggers, end summary with `fields` (where things are). Only the first call counts.
 
-        `how` is what the summary says, such as `stopped`; loggers are told of a success only when it is `finished`.
+        `how` is what the summary says, such as `stopped`; loggers are told of a success only when it is `finished`. Who
+        stops a run does not wait for a plot.
         """
         if self._finished:
             return
@@ -189,7 +197,7 @@ class RunLog:
         if not self._main:
             return
         results = self._results()
-        plot = self._draw()
+        plot = None if how == "stopped" else self._draw()
         self._end(succeeded=how == "finished")
         if self._all.steps:
             title = f"{how} after step {self._last_step} of {self._total}"

@@ -22,7 +22,7 @@ class AfterBackwardStepper:
     ) -> None:
         self._update = Update(optimizer, entries, max_grad_norm)
         self._whole = self._update.prepare("all", entries)
-        self._skips = SkipCounter(max_skipped_steps)
+        self.skips = SkipCounter(max_skipped_steps)
 
     @contextmanager
     def microbatch(self, is_last: bool, pass_index: int = 0) -> Iterator[None]:
@@ -36,7 +36,7 @@ class AfterBackwardStepper:
         self._update.measure(self._whole.entries)
         grad_norm = self._update.take_norm()
         try:
-            if self._skips.must_skip(grad_norm):
+            if self.skips.must_skip(grad_norm):
                 return StepStats(grad_norm, skipped=True)
             factor = self._update.clip_factor(grad_norm)
             self._update.step(self._whole, factor)

@@ -37,7 +37,7 @@ from optune.optim.immediate_local import LocalSweep
 from optune.optim.immediate_parts import Slot
 from optune.optim.immediate_refuse import find_constants, refuse_model, refuse_unfit
 from optune.optim.norms import parameter_norms
-from optune.optim.stepper import StepStats
+from optune.optim.stepper import SkipCounter, StepStats
 from optune.optim.subset import check_no_closure, check_subset_step
 from optune.optim.update import Update
 
@@ -77,6 +77,7 @@ class ImmediateStepper:
         self._variant = variant
         self._reduce = reduce
         self._max_norm = max_parameter_grad_norm
+        self.skips = SkipCounter(1)  # A step that cannot be held back ends the run.
         self._entries = make_entries(model, optimizer)
         self._update = Update(optimizer, self._entries, None)
         self._parts: dict[str, tuple[Entry, Bucket]] = {

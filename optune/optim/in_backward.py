@@ -32,6 +32,7 @@ class InBackwardStepper:
         refuse_plain_ddp(model)
         self._buckets = list(buckets)
         self._stash = stash
+        self.skips = stash.skips
         self._is_last = False
         self._started = False
         # Seen once is enough: whether checkpoints are reentrant does not change between steps.

@@ -39,6 +39,9 @@ class StepStats:
 class Stepper(Protocol):
     """Decides when the optimizer steps. Made by `build_stepper`."""
 
+    skips: SkipCounter
+    """Steps whose gradient was not finite; a run that goes on from a checkpoint fills in what it knew of them."""
+
     @property
     def passes(self) -> int:
         """How often the training step must run all microbatches: 2 for the stash `two_pass`, else 1.

@@ -1,4 +1,4 @@
-"""Interrupted equals uninterrupted, bit for bit: every recipe, every stepper, every cut of 12 steps in several epochs."""
+"""Interrupted equals uninterrupted, bit for bit: every recipe, every stepper, every cut of 12 steps in some epochs."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_saved_config_of_a_resumed_run_repeats_the_run(config, tmp_path: Pat
     saved = (straight.folder / "config.yaml").read_text()
     shutil.rmtree(straight.checkpoints[-1])
     resumed = resume(straight.folder, "--allow-change", "optimizer")
-    assert (resumed.folder / "config.yaml").read_text() == saved
+    assert (resumed.folder / "config.yaml").read_text().startswith(saved)  # a comment says what was allowed
     again = run("full_finetune", resumed.folder / "config.yaml", tmp_path / "again")
     assert_equal_runs(again, resumed)
 
@@ -149,7 +149,7 @@ def test_the_saved_config_of_a_resumed_run_repeats_the_run(config, tmp_path: Pat
 def test_auto_restarts_a_run_that_died_before_its_first_save(config, tmp_path: Path, capsys):
     straight = run("full_finetune", config, tmp_path / "straight")
     died = tmp_path / "died"
-    shutil.copytree(straight.folder, died, ignore=shutil.ignore_patterns("model", "step-*", ".lock"))
+    shutil.copytree(straight.folder, died, ignore=shutil.ignore_patterns("model", "step-*"))
     capsys.readouterr()
     restarted = run("full_finetune", config, died, "resume=auto")
     assert "dropped 12 lines" in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""What a person should know before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from optune import metrics, optim
+
+
+def summarize(
+    name: str,
+    source: Path,
+    model: nn.Module,
+    batches: Any,
+    total_steps: int,
+    optimizer: Optimizer,
+    stepper: optim.Stepper,
+) -> dict[str, object]:
+    """What a person should know before the first step, line by line. The model was asked for as `name` and found in
+    `source`; `batches`: see `data.build_batches`."""
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    report = batches.rows.report
+    fields: dict[str, object] = {
+        "model": name if name == str(source) else f"{name} ({source})",
+        "parameters": metrics.describe_parameters(trained, sum(parameter.numel() for parameter in parameters)),
+        "weights": f"{', '.join(sorted({_dtype_name(p) for p in parameters}))} on {parameters[0].device}",
+    }
+    files = list(report.formats)
+    fields["data"] = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
+    fields["rows"], *rest = report.lines()
+    for line in rest:
+        label, _, text = line.partition(": ")  # `skipped: …`, `note: …`
+        fields[label] = f"{fields[label]}; {text}" if label in fields else text
+    if batches.packs is not None:
+        fields["packs"] = f"{batches.units:,} of {batches.max_length} tokens, {batches.fill:.1%} full"
+    fields["steps"] = metrics.describe_steps(
+        total_steps, steps_per_epoch=batches.steps_per_epoch, rows_per_step=batches.units_per_step
+    )
+    fields["optimizer"] = type(optimizer).__name__
+    fields["step"] = stepper.describe()
+    fields["warning"] = optim.warn_lost_updates(model.named_parameters(), optimizer)
+    return fields
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

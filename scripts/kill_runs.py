@@ -1,0 +1,332 @@
+#!/usr/bin/env python
+"""Kills whole runs at random moments and lets them go on, until each ends: as the run that nobody killed, or not.
+
+    python scripts/kill_runs.py --kills 500 --seed 20250
+
+A run is `optune run` on a tiny model: validation, a save after every step or every third, old checkpoints pruned. It is
+killed again and again, goes on by `optune resume` or `optune run … resume=auto`, and in the end its weights, optimizer
+state, metrics and counters are compared bit for bit with those of an undisturbed run. Four ways to die:
+
+- event: SIGKILL right before the n-th call that opens, writes, syncs, renames or removes something in the run folder;
+- write: dead in the middle of a write, at a random byte of a file, from the n-th such call on;
+- time: SIGKILL from outside after a random time;
+- stop: SIGTERM after a random time, which must save, and SIGKILL if it comes to nothing.
+
+Each process is forked from one that has imported everything, so that five hundred deaths take minutes. Dice depend on
+the seed alone; what a run does between two rolls also depends on the machine's clock. Prints one line of JSON a death,
+and a summary. Exits with 1 when anything was lost or differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from tqdm import tqdm
+
+from optune import checkpoint, files
+from tests import fixtures
+from tune_cli.main import main
+
+CONFIG = """
+model: {path: m0, dtype: fp32}
+data: {train: train.jsonl, validation: validation.jsonl, max_length: 64}
+batch_size: 2
+epochs: 2
+max_steps: 8
+validation_every_steps: 2
+checkpoint: {save_every_steps: 1, keep_last: 2}
+optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-2, weight_decay: 0.1}
+schedule: {name: cosine, warmup_steps: 2}
+seed: 3
+device: cpu
+"""
+SETUPS: dict[str, list[str]] = {
+    "full": ["full_finetune"],
+    "lora": ["lora_finetune", "lora.dropout=0.3", "checkpoint.keep_last=1", "log_every_steps=3"],
+    "in_backward": [
+        "full_finetune", "model.dtype=bf16", "optimizer_step=in_backward", "gradient_stash=hold",
+        "checkpoint.save_every_steps=3", "batch_size=1", "gradient_accumulation_steps=2",
+    ],
+    "packed": ["full_finetune", "data.packing=true", "data.max_length=24", "batch_size=1", "optimizer_step=immediate",
+               "max_grad_norm=null", "checkpoint.keep_last=null"],
+}  # fmt: skip
+CLOCK = ("tokens_per_s", "peak_memory_gib", "step_s")
+GRACE_S = 60.0
+
+
+@dataclass
+class Plan:
+    """How one process is to die: `kind`, the number of the event, the byte of the file, or the time."""
+
+    kind: str = "none"
+    event: int = 0
+    byte: int = 0
+    after_s: float = 0.0
+
+
+@dataclass
+class Straight:
+    """The undisturbed run of a setup: what it came to, how long it took, how many events it had."""
+
+    end: dict[str, Any]
+    seconds: float
+    events: int
+
+
+@dataclass
+class Totals:
+    deaths: collections.Counter[str] = field(default_factory=collections.Counter)
+    moments: collections.Counter[str] = field(default_factory=collections.Counter)
+    ends: int = 0
+    lost: list[str] = field(default_factory=list)
+    unequal: list[str] = field(default_factory=list)
+
+
+def count_events(run_dir: Path, at: Callable[[int], None]) -> None:
+    """Calls `at(n)` before the n-th call of this process that touches something in `run_dir`."""
+    count = 0
+    prefix = str(run_dir)
+
+    def seen() -> None:
+        nonlocal count
+        count += 1
+        at(count)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if (event == "open" or event.startswith(("os.", "shutil."))) and str(arguments[0]).startswith(prefix):
+            seen()
+
+    sys.addaudithook(hook)
+
+    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(descriptor: int, *arguments: Any) -> Any:
+            if descriptor > 2:
+                seen()
+            return call(descriptor, *arguments)
+
+        return watched
+
+    os.write, os.fsync = watch(os.write), watch(os.fsync)  # of which Python tells its hooks nothing
+
+
+def die_at(plan: Plan, run_dir: Path) -> None:
+    """Arms this process."""
+
+    def at(number: int) -> None:
+        if number != plan.event:
+            return
+        if plan.kind == "event":
+            os.kill(os.getpid(), signal.SIGKILL)
+        # The write that goes beyond is cut there, and the next one is deadly.
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (plan.byte, plan.byte))
+
+    if plan.kind in ("event", "write"):
+        count_events(run_dir, at)
+
+
+def attempt(words: list[str], run_dir: Path, plan: Plan, log: Path) -> int:
+    """One process, forked; its exit code, or minus the signal that it died of."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            tqdm.set_lock(threading.RLock())  # its own is shared with processes that died holding it
+            descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            die_at(plan, run_dir)
+            code = main(words)
+        finally:
+            os._exit(code)
+    if plan.kind in ("time", "stop"):
+        time.sleep(plan.after_s)
+        os.kill(child, signal.SIGKILL if plan.kind == "time" else signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def read_end(run_dir: Path) -> dict[str, Any]:
+    """What a run has come to, without what a clock decides."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    newest = checkpoint.list_checkpoints(run_dir)[-1]
+    progress = checkpoint.read_progress(newest)
+    tensors = [*newest.rglob("*.safetensors"), *(run_dir / "model").glob("*.safetensors")]
+    return {
+        "metrics": [{key: value for key, value in line.items() if key not in CLOCK} for line in lines],
+        "progress": {key: value for key, value in progress.items() if key != "saved_at"},
+        "tensors": {str(path.relative_to(run_dir)): files.hash_file(path) for path in sorted(tensors)},
+        "checkpoints": [folder.name for folder in checkpoint.list_checkpoints(run_dir)],
+        "not_whole": [folder.name for folder in checkpoint.list_checkpoints(run_dir) if checkpoint.check(folder)],
+        "leftovers": sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob(f"{files.ASIDE}*")),
+    }
+
+
+def newest_whole(run_dir: Path) -> int:
+    """The step of the newest whole checkpoint; -1 where there is none."""
+    steps = [int(folder.name[5:]) for folder in checkpoint.list_checkpoints(run_dir) if not checkpoint.check(folder)]
+    return max(steps, default=-1)
+
+
+def name_moment(run_dir: Path, before: int) -> str:
+    """Where in the run the process died, by what it left."""
+    if not (run_dir / "config.yaml").exists():
+        return "before the folder was made"
+    aside = [path.name for path in (run_dir / "checkpoints").glob(f"{files.ASIDE}*")]
+    if aside:
+        return "in the rehearsal" if aside[0].endswith("rehearsal") else "in a save"
+    if (run_dir / f"{files.ASIDE}model").exists():
+        return "while the result was made"
+    return "in training" if newest_whole(run_dir) > max(before, 0) else "on the way to the next save"
+
+
+def roll(dice: random.Random, straight: Straight, left: float) -> Plan:
+    """The next death; `left` is the share of the run that is still to do."""
+    kind = dice.choices(["event", "write", "time", "stop"], [5, 3, 3, 1])[0]
+    event = dice.randint(1, max(20, int(straight.events * left)))
+    byte = int(2 ** dice.uniform(0, 17.5))  # log.txt and metrics.jsonl are small, the weights 95 KiB
+    return Plan(kind, event, byte, dice.uniform(0, straight.seconds * (0.3 + 0.7 * left)))
+
+
+def next_words(dice: random.Random, first: list[str], run_dir: Path) -> list[str]:
+    """How a person, or a script, lets the run go on."""
+    if not (run_dir / "config.yaml").exists():
+        return first
+    return dice.choice([["resume", str(run_dir)], [*first, "resume=auto"]])
+
+
+def play(name: str, first: list[str], run_dir: Path, straight: Straight, dice: random.Random, totals: Totals) -> None:
+    """One run, killed a few times and then left to end."""
+    log = run_dir.with_suffix(".log")
+    saved, words = -1, first
+    for _ in range(dice.randint(2, 8)):
+        plan = roll(dice, straight, 1 - max(saved, 0) / 8)
+        code = attempt(words, run_dir, plan, log)
+        died = code in (-signal.SIGKILL, -signal.SIGXFSZ)
+        now = newest_whole(run_dir)
+        moment = name_moment(run_dir, saved) if died else f"exit code {code}"
+        if code not in (0, 143) and not died:
+            totals.lost.append(f"{run_dir.name}: {plan} ended with {code}, see {log}")
+        if now < saved:
+            totals.lost.append(f"{run_dir.name}: {plan} lost step {saved}")
+        if died:
+            totals.deaths[plan.kind] += 1
+            totals.moments[moment] += 1
+        print(json.dumps({"run": run_dir.name, **vars(plan), "died": died, "moment": moment, "step": now}), flush=True)
+        saved, words = max(saved, now), next_words(dice, first, run_dir)
+        if code == 0:
+            break
+    code = attempt(words, run_dir, Plan(), log)
+    if code:
+        totals.lost.append(f"{run_dir.name}: did not end: exit code {code}, see {log}")
+        return
+    totals.ends += 1
+    end = read_end(run_dir)
+    differing = [key for key in straight.end if end[key] != straight.end[key]]
+    if differing:
+        totals.unequal.append(f"{run_dir.name} ({name}): {', '.join(differing)}")
+    else:
+        shutil.rmtree(run_dir)
+        log.unlink()
+
+
+def run_straight(first: list[str], run_dir: Path) -> Straight:
+    """The undisturbed run, in this process, so that what it imports is there for all that are forked; then a second one
+    that counts."""
+    code = main(first)
+    assert code == 0, f"the undisturbed run ended with {code}"
+    end = read_end(run_dir)
+    counted = run_dir.with_name(f"{run_dir.name}-counted")
+    reading, writing = os.pipe()
+    began = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        events = 0
+
+        def at(number: int) -> None:
+            nonlocal events
+            events = number
+
+        try:
+            count_events(counted, at)
+            main([word.replace(str(run_dir), str(counted)) for word in first])
+            os.write(writing, str(events).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    events = int(os.read(reading, 100))
+    os.waitpid(child, 0)
+    return Straight(end, time.perf_counter() - began, events)
+
+
+def prepare(folder: Path) -> Iterator[tuple[str, Callable[[Path], list[str]]]]:
+    """Each setup, and the words of its first command in a given run folder."""
+    fixtures.write_model(folder / "m0")
+    fixtures.write_rows(folder / "train.jsonl", fixtures.numbered_rows(12))
+    fixtures.write_rows(folder / "validation.jsonl", fixtures.numbered_rows(5))
+    (folder / "config.yaml").write_text(CONFIG)
+    for name, (recipe, *overrides) in SETUPS.items():
+        fixed = ["run", recipe, "--config", str(folder / "config.yaml"), *overrides]
+        yield name, lambda run_dir, fixed=fixed: [*fixed, f"output_dir={run_dir}"]
+
+
+def kill_runs(folder: Path, kills: int, seed: int) -> int:
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    totals = Totals()
+    setups = [(name, words, run_straight(words(folder / name), folder / name)) for name, words in prepare(folder)]
+    number = 0
+    while sum(totals.deaths.values()) < kills:
+        name, words, straight = setups[number % len(setups)]
+        run_dir = folder / f"run-{number}"
+        dice = random.Random(int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:8], "big"))
+        play(name, words(run_dir), run_dir, straight, dice, totals)
+        number += 1
+    summary = {
+        "seed": seed,
+        "deaths": sum(totals.deaths.values()),
+        "by kind": dict(totals.deaths),
+        "by moment": dict(totals.moments),
+        "runs": number,
+        "equal": totals.ends - len(totals.unequal),
+        "lost": totals.lost,
+        "unequal": totals.unequal,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    print(json.dumps(summary), flush=True)
+    return 1 if totals.lost or totals.unequal else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=20250)
+    parser.add_argument("--folder", type=Path, help="where the runs live, and stay where something is wrong")
+    options = parser.parse_args()
+    if options.folder:
+        options.folder.mkdir(parents=True)
+        sys.exit(kill_runs(options.folder.absolute(), options.kills, options.seed))
+    # In memory where there is such a place: a kill does not ask whether the disk has it, and syncing takes long.
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as temporary:
+        sys.exit(kill_runs(Path(temporary), options.kills, options.seed))
