@@ -172,7 +172,7 @@ def tiny_part(tokenizer_folder: Path, rows: int = 8, length: int = 64) -> Part:
 
     @cache
     def tokens(seed: int) -> torch.Tensor:
-        text = " ".join(islice(plain_text(seed), 6000))
+        text = " ".join(islice(plain_text(seed), 3000))
         return torch.tensor(tokenizer.encode(text))
 
     def cut(seed: int, index: int) -> Microbatch:

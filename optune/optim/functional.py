@@ -18,7 +18,7 @@ from torch.utils._pytree import KeyEntry, tree_flatten_with_path, tree_unflatten
 from optune.errors import ConfigError
 from optune.optim.immediate_exact import ExactSweep
 from optune.optim.immediate_local import LocalSweep
-from optune.optim.immediate_parts import Slot
+from optune.optim.immediate_parts import Slot, uncompiled
 
 SWEEPS = {"local": LocalSweep, "exact": ExactSweep}
 
@@ -75,9 +75,10 @@ def value_and_immediate_grad(
             slot.tensor, grads[slot] = new.detach(), gradient
 
     sweep = SWEEPS[variant](slots, apply)
-    with torch.enable_grad(), sweep:
-        loss = fn(tree_unflatten(leaves, spec), *args, **(kwargs or {}))
-    sweep.backward(loss)
+    with uncompiled():
+        with torch.enable_grad(), sweep:
+            loss = fn(tree_unflatten(leaves, spec), *args, **(kwargs or {}))
+        sweep.backward(loss)
     apply([(slot, torch.zeros_like(slot.tensor)) for slot in slots if not slot.updated])
     return ImmediateResult(
         loss.detach(),

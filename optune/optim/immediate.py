@@ -34,7 +34,7 @@ from optune.errors import ConfigError, TrainingError
 from optune.optim.buckets import Bucket, Entry, make_entries
 from optune.optim.immediate_exact import ExactSweep
 from optune.optim.immediate_local import LocalSweep
-from optune.optim.immediate_parts import Slot
+from optune.optim.immediate_parts import Slot, uncompiled
 from optune.optim.immediate_refuse import find_constants, refuse_model, refuse_unfit
 from optune.optim.norms import parameter_norms
 from optune.optim.stepper import SkipCounter, StepStats
@@ -110,7 +110,8 @@ class ImmediateStepper:
         slots = self._make_slots()
         refuse_unfit(slots)
         try:
-            with SWEEPS[self._variant](slots, self._apply, find_constants(self._model, slots)) as sweep:
+            constants = find_constants(self._model, slots)
+            with uncompiled(), SWEEPS[self._variant](slots, self._apply, constants) as sweep:
                 yield
             self._stepped = sweep.is_done
             self._refuse_stray_gradients()
@@ -121,6 +122,10 @@ class ImmediateStepper:
     @torch.no_grad()
     def _apply(self, ready: list[tuple[Slot, Tensor]]) -> None:
         """Reduces, measures and clips each gradient, and updates its parameter."""
+        with torch.compiler.set_stance("default"):  # optimizers may be compiled; only the model must not be
+            self._apply_each(ready)
+
+    def _apply_each(self, ready: list[tuple[Slot, Tensor]]) -> None:
         for slot, gradient in ready:
             entry, part = self._parts[slot.name]
             entry.weight.grad = gradient if self._reduce is None else self._reduce(gradient)

@@ -14,7 +14,6 @@ whether a parameter is reached in a way that the mode did not see, which is refu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from optune.errors import TrainingError
 from optune.optim.immediate_match import match
-from optune.optim.immediate_parts import Slot, Update, reason_hidden, slots_of
+from optune.optim.immediate_parts import Slot, Update, reason_hidden, set_autocast, slots_of
 from optune.optim.immediate_read import CONSTANTS, PARAMETERS, Call, Reader
 from optune.optim.immediate_refuse import (
     BACKWARD,
@@ -150,8 +149,7 @@ class LocalSweep(TorchFunctionMode):
         self._plan(loss)
         self._state = "backward"
         # The mode stays on for functions that checkpointing repeats; autocast is theirs to set, not backward's.
-        autocast = torch.is_autocast_enabled(loss.device.type)
-        with self, torch.autocast(loss.device.type, enabled=False) if autocast else nullcontext():
+        with self, set_autocast(loss.device.type, None):
             # By its edge, because a tensor would send this call through the mode, which is off while it handles one.
             edge = torch.autograd.graph.get_gradient_edge(loss)
             torch.autograd.backward(edge, gradient, retain_graph)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optune.optim import immediate_rules as rules
-from optune.optim.immediate_parts import reason_hidden
+from optune.optim.immediate_parts import autocast_dtype, reason_hidden
 
 Matched = tuple[rules.Rule, list[Tensor | None]]
 Arguments = dict[str, Any]
@@ -36,7 +36,7 @@ def match(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     if matched is None or not rules.plain(*matched[1]):
         return None
     first = next(tensor for tensor in matched[1] if tensor is not None)
-    return None if torch.is_autocast_enabled(first.device.type) else matched
+    return matched if autocast_dtype(first.device.type) is None else None
 
 
 def _linear(bound: Arguments) -> Matched | None:

@@ -8,7 +8,7 @@ parameter is the slot, seen through that arithmetic, and the arithmetic is repea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,14 +53,31 @@ def settle(gradient: Tensor, parameter: Tensor, others: Iterable[Tensor | None] 
     return gradient
 
 
+def uncompiled() -> AbstractContextManager[Any]:
+    """Compiled functions run as they were written, so that the mode sees what they call."""
+    return torch.compiler.set_stance("force_eager")
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast computes in, None where it is off."""
+    on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if on else None
+
+
+def set_autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast to `dtype`, or off. Without its cache of cast parameters, which would outlive an update."""
+    if autocast_dtype(device_type) is None and dtype is None:
+        return nullcontext()
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
 @dataclass
 class Surroundings:
     """The thread's settings under which a function was called: its repetition must run under the same."""
 
     grad: bool
     device_type: str
-    autocast: bool
-    autocast_dtype: torch.dtype
+    autocast: torch.dtype | None
     random_states: list[tuple[torch.device, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -71,8 +88,7 @@ class Surroundings:
         surroundings = cls(
             grad=torch.is_grad_enabled(),
             device_type=kind,
-            autocast=torch.is_autocast_enabled(kind),
-            autocast_dtype=torch.get_autocast_dtype(kind),
+            autocast=autocast_dtype(kind),
         )
         surroundings.random_states = surroundings._read_random(device)
         return surroundings
@@ -93,10 +109,7 @@ class Surroundings:
     def again(self) -> Iterator[None]:
         """The same settings once more; afterwards the thread's own are back, generators included."""
         with ExitStack() as stack:
-            # Autocast caches casts of parameters, which would outlive an update.
-            stack.enter_context(
-                torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=self.autocast, cache_enabled=False)
-            )
+            stack.enter_context(set_autocast(self.device_type, self.autocast))
             for device, state in self.random_states:
                 stack.callback(_set_random_state, device, _random_state(device))
                 _set_random_state(device, state)

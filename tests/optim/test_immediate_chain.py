@@ -277,6 +277,23 @@ def test_difference_to_standard_sgd_falls_by_100_when_the_rate_falls_by_10(varia
     assert differences[1] / differences[2] == pytest.approx(100, rel=0.01)
 
 
+def test_input_gradient_is_that_of_the_linearized_loss_after_the_update() -> None:
+    """The gradient of <dy, W x> − ½ lr ‖dW‖² with dy held fixed, as docs/immediate.md says."""
+    arrays, _, _ = make_numbers(6)
+    lr, rows = 0.3, torch.from_numpy(arrays["head"]["weight"]).clone().requires_grad_()
+    upstream = torch.from_numpy(arrays["embed"]["weight"])
+    layer = nn.Linear(D, D, bias=False).double()
+    weight = layer.weight.detach().clone()
+    stepper = ImmediateStepper(layer, torch.optim.SGD(layer.parameters(), lr=lr))
+    with stepper.microbatch(True):
+        layer(rows).backward(upstream)
+    stepper.finish()
+    x = rows.detach().requires_grad_()
+    linearized = (upstream * (x @ weight.t())).sum() - 0.5 * lr * (upstream.t() @ x).pow(2).sum()
+    (expected,) = torch.autograd.grad(linearized, x)
+    torch.testing.assert_close(rows.grad, expected, rtol=0, atol=1e-13)
+
+
 def test_flops_of_linear_layers_equal_those_of_standard_backpropagation() -> None:
     arrays, tokens, labels = make_numbers(5)
     ours, standard = Chain(arrays), Chain(arrays)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -344,6 +345,39 @@ def test_reduce_may_work_in_place_without_touching_the_gradient_that_flows_on() 
         results.append(model)
     for left, right in zip(*(model.parameters() for model in results), strict=True):
         assert torch.equal(left, right)
+
+
+def test_gradients_of_one_function_at_most_are_alive() -> None:
+    model = small.SmallModel(blocks=3)
+    seen: list[weakref.ref[Tensor]] = []
+
+    def watch(grad: Tensor) -> Tensor:
+        # A linear layer has two, its weight's and its bias's.
+        assert sum(ref() is not None for ref in seen) <= 1
+        assert all(p.grad is None for p in model.parameters())
+        seen.append(weakref.ref(grad))
+        return grad
+
+    stepper = ImmediateStepper(model, build(model, lr=0.1), reduce=watch)
+    with stepper.microbatch(True):
+        small.loss_sum(model, small.make_rows(1, [1])[0][0]).backward()
+    stepper.finish()
+    assert len(seen) == sum(1 for name, _ in model.named_parameters() if name != "long_rows")
+
+
+def test_the_mode_runs_on_a_device_without_autocast() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.PReLU(), nn.Linear(4, 2)).to("meta")
+    updated: list[str] = []
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, params, torch.empty(3, 4, device="meta")).sum()
+
+    def update(name: str, parameter: Tensor, grad: Tensor) -> Tensor:
+        updated.append(name)
+        return parameter - grad
+
+    value_and_immediate_grad(loss, dict(model.named_parameters()), update)
+    assert sorted(updated) == sorted(name for name, _ in model.named_parameters())
 
 
 def test_frozen_parameters_stay_and_cost_no_node() -> None:
