@@ -120,9 +120,15 @@ def reads_only_facts(function: Callable[..., Any]) -> bool:
 
 
 def refuse_hidden_access(call: Call) -> None:
-    """Refuses `.data`, writes to attributes and hooks on a parameter, and changes in place: they go around autograd."""
+    """Refuses `.data`, writes to attributes and hooks on a parameter, and changes in place: they go around autograd.
+    Also a random generator of the caller's own, which would not draw the same numbers again."""
     function = call.function
     name = getattr(function, "__name__", "")
+    if any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
+        raise reason_hidden(
+            f"{name} draws from a generator of its own, and cannot be repeated in backward",
+            "let it draw from torch's global generator",
+        )
     if isinstance(function, MethodWrapperType):
         attribute = getattr(function.__self__, "__name__", "")
         hidden = name != "__get__" or attribute not in _READABLE

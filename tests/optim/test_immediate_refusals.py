@@ -115,6 +115,11 @@ def through_item_assignment(model: Net, x: Tensor) -> Tensor:
     return model.middle(x)
 
 
+def through_own_generator(model: Net, x: Tensor) -> Tensor:
+    keep = torch.bernoulli(torch.sigmoid(model.middle.weight), generator=torch.Generator())
+    return F.linear(x, model.middle.weight * keep)
+
+
 @pytest.mark.parametrize("variant", ["local", "exact"])
 @pytest.mark.parametrize(
     ("between", "words"),
@@ -129,6 +134,7 @@ def through_item_assignment(model: Net, x: Tensor) -> Tensor:
         (through_in_place_method, ("middle.weight", "clamp_")),
         (through_in_place_on_transposed, ("middle.weight", "mul_")),
         (through_item_assignment, ("middle.weight", "__setitem__")),
+        (through_own_generator, ("bernoulli", "generator")),
     ],
 )
 def test_parameters_reached_behind_the_modes_back_are_refused(
@@ -207,6 +213,32 @@ def _into(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         return torch.overrides.handle_torch_function(_into, (x, weight, out), x, weight, out)
     out.zero_()
     return x @ weight + out
+
+
+class Smuggler(torch.autograd.Function):
+    """Gives a parameter a gradient that no graph knows of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, give: Callable[[], None]) -> Tensor:
+        ctx.give = give
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.give()
+        return grads[0], None
+
+
+def test_a_gradient_that_comes_from_nowhere_is_found_after_the_step() -> None:
+    def give() -> None:
+        with torch._C.DisableTorchFunction():
+            model.middle.weight.grad = torch.ones(4, 4)
+
+    model = Net(lambda m, x: Smuggler.apply(x, give))  # type: ignore[return-value]
+    stepper = make_stepper(model)
+    with pytest.raises(TrainingError, match="a gradient that the mode did not see"), stepper.microbatch(True):
+        model(ROWS).sum().backward()
+    assert model.middle.weight.grad is None
 
 
 @pytest.mark.parametrize("variant", ["local", "exact"])
