@@ -88,7 +88,10 @@ class PlainText:
         offsets = _shift_back(encoding.offsets, shifts)
         genuine = [start for start, _ in self._genuine(text)]
         stuck = sum(
-            number in self.control_ids and not any(start <= place < end for place in genuine)
+            # An unknown word is a control token too ('<unk>'), but no marker.
+            number in self.control_ids
+            and self._is_control.search(given, start, end) is not None
+            and not any(start <= place < end for place in genuine)
             for number, (start, end) in zip(ids.tolist(), offsets, strict=True)
         )
         return ids, offsets, stuck
