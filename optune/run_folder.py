@@ -150,7 +150,7 @@ def _check_output(path: Path, resume: Resume) -> None:
         raise ConfigError(f"{path} is a file", where="output_dir", hint=OTHER_FOLDER)
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     if not nearest.is_dir():
-        raise ConfigError(f"{path} cannot be made: {nearest} is a file", where="output_dir", hint=_OTHER_FOLDER)
+        raise ConfigError(f"{path} cannot be made: {nearest} is a file", where="output_dir", hint=OTHER_FOLDER)
     if not _may_write(nearest):
         raise ConfigError(
             f"{path} cannot be written: no permission in {nearest}", where="output_dir", hint=OTHER_FOLDER
