@@ -40,9 +40,12 @@ class Proof:
     """What the comparison of logits found, in fp32. Differences and effect are largest absolute values of logits."""
 
     layers: int
+    merged: float
+    """Between the merged weights, before they are rounded, and base + adapter."""
+    tolerance: float
+    """What `merged` may be: the order of fp32 sums."""
     difference: float
     """Between the merged model, read from the written files, and base + adapter."""
-    tolerance: float
     effect: float
     """Between base + adapter and the base alone."""
     lost: float
@@ -70,8 +73,9 @@ class Report:
         count = f"{proof.layers} layer{'s' if proof.layers > 1 else ''}"
         said = [
             f"merged {count} into {self.base} and wrote {self.folder} in {self.dtype}{owner}",
-            f"its logits, from the files, differ from base + adapter by at most {proof.difference:.2g} "
-            f"(allowed {proof.tolerance:.2g}); the adapter changes the base's by up to {proof.effect:.2g}",
+            f"logits of base + adapter and of the merged fp32 weights differ by at most {proof.merged:.2g} (allowed "
+            f"{proof.tolerance:.2g}), where the adapter changes the base's by up to {proof.effect:.2g}",
+            f"rounded to {self.dtype}, read back from the files, they differ by at most {proof.difference:.2g}",
         ]
         if proof.lost > 0.5:
             said.append(
@@ -195,7 +199,8 @@ def _merge(source: Path, base: Path, aside: Path, dtype: torch.dtype | None) -> 
     layers = lora.load(model, source)
     wanted = _logits(model)
     lora.merge(model)
-    _compare("the merged weights", _logits(model), wanted, EXACT)
+    merged = _logits(model)
+    _compare("the merged weights", merged, wanted, EXACT)
 
     stored = _stored_dtypes(base)
     dtypes = {name: dtype or stored.get(name, stored["*"]) for name, _ in model.named_parameters()}
@@ -219,8 +224,9 @@ def _merge(source: Path, base: Path, aside: Path, dtype: torch.dtype | None) -> 
     changed = _rms(wanted - plain)
     proof = Proof(
         layers=len(layers),
+        merged=(merged - wanted).abs().max().item(),
+        tolerance=EXACT * wanted.abs().max().item(),
         difference=(written - wanted).abs().max().item(),
-        tolerance=tolerance * wanted.abs().max().item(),
         effect=(wanted - plain).abs().max().item(),
         lost=_rms(written - wanted) / changed if changed else 0.0,
     )

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optune import checkpoint, files, metrics, optim, resuming, run_folder
+from optune.errors import TrainingError
 from optune.resuming import say
 from optune.signals import Requests
 from optune.start_summary import summarize
@@ -92,6 +93,11 @@ class Session:
             if self._requests.take_save():
                 self._log.say(f"SIGUSR1: saving after step {self.step}")
                 self.save()
+        if self._progress["skipped_steps"] >= self.step > 0:
+            raise TrainingError(
+                f"the gradient was not finite in any of {self.step} steps: no weight has changed, nothing is saved",
+                hint="look for NaN or inf in the model's weights, or lower optimizer.lr",
+            )
         self._save(is_last=True)
 
     def _must_leave(self) -> bool:

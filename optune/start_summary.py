@@ -39,7 +39,10 @@ def summarize(
     if batches.packs is not None:
         fields["packs"] = f"{batches.units:,} of {batches.max_length} tokens, {batches.fill:.1%} full"
     fields["steps"] = metrics.describe_steps(
-        total_steps, steps_per_epoch=batches.steps_per_epoch, rows_per_step=batches.units_per_step
+        total_steps,
+        steps_per_epoch=batches.steps_per_epoch,
+        rows_per_step=batches.units_per_step,
+        unit="row" if batches.packs is None else "pack",
     )
     fields["optimizer"] = type(optimizer).__name__
     fields["step"] = stepper.describe()

@@ -198,6 +198,6 @@ def _not_finite(what: str) -> TrainingError:
     return TrainingError(
         f"immediate: {what}; other weights of this step are already updated, so it cannot be skipped",
         where="optimizer_step",
-        hint="the last checkpoint is intact; look for NaN or inf in the weights and rows, lower optimizer.lr, or use "
+        hint="what was saved before is intact; look for NaN or inf in the weights and rows, lower optimizer.lr, or use "
         "optimizer_step=in_backward, which skips such a step",
     )

@@ -95,6 +95,6 @@ class SkipCounter:
             raise TrainingError(
                 f"the gradient norm was not finite ({grad_norm}) in {self.in_a_row} steps in a row; all were skipped",
                 where="max_skipped_steps",
-                hint="the last checkpoint is intact; look for NaN or inf in weights and rows, or lower optimizer.lr",
+                hint="what was saved before is intact; look for NaN or inf in weights and rows, or lower optimizer.lr",
             )
         return True

@@ -156,7 +156,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_used() -> None:
     stepper = ImmediateStepper(model, build(model, torch.optim.AdamW, lr=0.1))
     with pytest.raises(TrainingError, match=r"layers\.2\.weight has norm nan") as caught, stepper.microbatch(True):
         model(torch.randn(4, 5)).sum().backward()
-    assert "last checkpoint is intact" in (caught.value.hint or "")
+    assert "what was saved before is intact" in (caught.value.hint or "")
     torch.testing.assert_close(dict(model.state_dict()), dict(before.state_dict()), rtol=0, atol=0, equal_nan=True)
     assert all(p.grad is None for p in model.parameters())
 

@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
-from tests.recipes.running import RECIPES, Finished, assert_equal_runs, run, write_inputs
+from tests.recipes.running import RECIPES, Finished, assert_equal_runs, read_tensors, run, write_inputs
 from tune_cli.main import main
 
 STEPPERS = {
@@ -174,3 +175,15 @@ def test_a_checkpoint_of_another_run_starts_a_run_in_a_folder_of_its_own(config,
     )
     assert code == 2
     assert "already holds a run" in capsys.readouterr().err
+
+
+def test_a_run_in_which_no_gradient_was_finite_fails_and_saves_nothing(config, tmp_path: Path, capsys):
+    tensors = read_tensors(config.parent / "m0")
+    tensors["model.norm.weight"][0] = float("nan")
+    shutil.copytree(config.parent / "m0", tmp_path / "broken")
+    save_file(tensors, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
+    output = tmp_path / "run"
+    words = [f"model.path={tmp_path / 'broken'}", f"output_dir={output}", "max_steps=3", "schedule.warmup_steps=0"]
+    assert main(["run", "full_finetune", "--config", str(config), *words]) == 1
+    assert "not finite in any of 3 steps" in capsys.readouterr().err
+    assert not (output / "model").exists() and not list((output / "checkpoints").iterdir())

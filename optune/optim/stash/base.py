@@ -97,7 +97,7 @@ class NoStash(Stash):
             raise TrainingError(
                 f"the gradient norm is not finite ({grad_norm}), and without clipping the weights were updated with it",
                 where="optimizer_step",
-                hint="the last checkpoint is intact: resume from it with max_grad_norm set (such steps are then "
+                hint="what was saved before is intact: resume from it with max_grad_norm set (such steps are then "
                 "skipped) or with optimizer_step: after_backward",
             )
         return StepStats(grad_norm)

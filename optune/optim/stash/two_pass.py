@@ -52,7 +52,7 @@ class TwoPassStash(Stash):
                 f"the second pass did not repeat the first: gradient norms {measured.grad_norm} and {repeated}; "
                 "the weights were updated with the first one's clip factor",
                 where="gradient_stash",
-                hint="the last checkpoint is intact; forward and backward must give the same result twice "
+                hint="what was saved before is intact; forward and backward must give the same result twice "
                 "(same random numbers, no state that changes), or use gradient_stash: hold",
             )
         return measured
