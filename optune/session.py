@@ -28,12 +28,12 @@ from optune import checkpoint, files, metrics, optim, resuming, run_folder
 from optune.errors import TrainingError
 from optune.resuming import say
 from optune.signals import Requests
-from optune.start_summary import summarize
+from optune.start_summary import show, summarize
 from optune.time_limit import TimeLimit
 from optune.train import StepResult
 from optune.types import Microbatch
 
-__all__ = ["Session", "TimeLimit", "start", "summarize"]
+__all__ = ["Session", "TimeLimit", "show", "start", "summarize"]
 
 
 class Session:

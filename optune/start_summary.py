@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optune import metrics, optim
+
+
+def show(title: str, fields: Mapping[str, object]) -> None:
+    """The summary on stderr, where no run shows it."""
+    sys.stderr.write(f"{metrics.format_fields(title, fields)}\n")
 
 
 def summarize(

@@ -31,7 +31,15 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         resume_from = checkpoint.resolve(cfg.resume, cfg.output_dir)
         source = models.resolve(cfg.model.path)
         config = models.check(source)
-        lora.apply(models.outline(config), **settings["lora"])  # wrong targets are refused here
+        outline = models.outline(config)
+        lora.apply(outline, **settings["lora"])  # wrong targets are refused here
+        optim.try_optimizer(
+            outline,
+            *read_target(cfg.optimizer),
+            parameter_groups=cfg.parameter_groups,
+            master_weights=cfg.model.master_weights,
+            device=processes.device,
+        )
 
         # Data: all rows as tokens, then batches as a function of (seed, step).
         tokenizer = data.load_tokenizer(source, cfg.data.chat_template)
@@ -95,7 +103,9 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             variant=cfg.immediate_variant,
             max_parameter_grad_norm=cfg.max_parameter_grad_norm,
         )
+        summary = session.summarize(cfg.model.path, source, model, batches, total_steps, optimizer, stepper)
         if validate_only:
+            session.show("valid: this is what would be trained", summary)
             return 0
 
         def write_adapter(tensors, folder):
@@ -121,7 +131,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             keep_last=cfg.checkpoint.keep_last,
             log_every_steps=cfg.log_every_steps,
             loggers=loggers,
-            summary=session.summarize(cfg.model.path, source, model, batches, total_steps, optimizer, stepper),
+            summary=summary,
         ) as run:
             if validation:
                 train.evaluate(model, loss.next_token_loss, validation[:1])  # a rehearsal: fail now, not in hours
