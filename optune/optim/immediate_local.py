@@ -178,8 +178,12 @@ class LocalSweep(TorchFunctionMode):
         ready: list[tuple[Slot, Tensor]] = []
         for slot in slots:
             gradient = gradients.get(slot)
-            if gradient is not None:
-                slot.gradient = gradient if slot.gradient is None else slot.gradient + gradient
+            if slot.gradient is None or gradient is None:
+                slot.gradient = slot.gradient if gradient is None else gradient
+            elif slot.gradient.layout is torch.strided:
+                slot.gradient.add_(gradient)
+            else:
+                slot.gradient = slot.gradient + gradient
             slot.pending -= 1
             if slot.pending == 0 and slot.gradient is not None:
                 ready.append((slot, slot.gradient))
