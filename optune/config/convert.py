@@ -156,7 +156,7 @@ class _Converter:
         return FAILED if any(value is FAILED for value in values.values()) else values
 
     def entry(self, item: Any, key: str, child: Node, path: str, rules: Rules) -> Any:
-        if rules.numbers and key in rules.numbers:
+        if rules.numbers and key in rules.numbers and not isinstance(child, Sequence):  # Adafactor's eps are two
             return self.value(float, child, join(path, key), rules.numbers[key])
         if key == "_target_":
             return self.value(str, child, join(path, key))

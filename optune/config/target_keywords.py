@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from optune.config.nodes import TARGET, join
-from optune.config.problems import Problems, suggest
+from optune.config.problems import HIDDEN, Problems, is_secret, suggest
+from optune.config.target_values import suggest_value, wanted_values
 from optune.config.targets import resolve_target
 from optune.errors import ConfigError
 
@@ -49,6 +50,7 @@ def _check(settings: dict[str, Any], kind: str, path: str, where: Callable[[str]
     if not is_kind(found):
         problems.add(f"{target}: {settings[TARGET]!r} is not {words}", where=where(target))
         return
+    _check_values(found, given, settings, path, where, problems)
     accepted = accepted_keywords(found, skip=given)
     if accepted is None:
         return
@@ -65,6 +67,25 @@ def _check(settings: dict[str, Any], kind: str, path: str, where: Callable[[str]
         settings["lr"] = float(default_rate)
 
 
+def _check_values(
+    found: Any,
+    given: int,
+    settings: Mapping[str, Any],
+    path: str,
+    where: Callable[[str], str],
+    problems: Problems,
+) -> None:
+    """Notes each value that is not of the kind that its keyword takes."""
+    wanted = wanted_values(found, skip=given)
+    for key, value in settings.items():
+        if key not in wanted or key == MATCH or wanted[key].accepts(value):
+            continue
+        place = join(path, key)
+        shown = HIDDEN if is_secret(key) and isinstance(value, str) else "null" if value is None else repr(value)
+        hint = suggest_value(wanted[key], value)
+        problems.add(f"{place} must be {wanted[key].words}, not {shown}", where=where(place), hint=hint)
+
+
 def _add_unknown(
     target: str, path: str, accepted: Mapping[str, Any], where: Callable[[str], str], problems: Problems
 ) -> None:
@@ -78,13 +99,15 @@ def check_groups(
     groups: list[dict[str, Any]], optimizer: Mapping[str, Any], where: Callable[[str], str], problems: Problems
 ) -> None:
     """Notes each parameter group that matches nothing by `match`, or has a keyword that the optimizer does not take."""
-    accepted = accepted_keywords(resolve_target(optimizer[TARGET]), skip=1) if groups else None
+    found = resolve_target(optimizer[TARGET]) if groups else None
+    accepted = accepted_keywords(found, skip=1) if groups else None
     for index, group in enumerate(groups):
         path = join(GROUPS, index)
         if not isinstance(group.get(MATCH), str) or not group[MATCH]:
             problems.add(
                 f"{path}.{MATCH} is missing", where=where(path), hint="it says which parameters: a glob on their names"
             )
+        _check_values(found, 1, group, path, where, problems)
         for key in group:
             if key != MATCH and accepted is not None and key not in accepted:
                 _add_unknown(optimizer[TARGET], join(path, key), {**accepted, MATCH: None}, where, problems)

@@ -8,6 +8,7 @@ from optune.optim.build import build_optimizer, build_stepper
 from optune.optim.masters import fill_masters, named_masters, named_optimizer_parameters, warn_lost_updates
 from optune.optim.schedule import Schedule, build_schedule, get_learning_rate, set_learning_rate
 from optune.optim.stepper import Stepper, StepStats
+from optune.optim.trial import try_optimizer
 
 __all__ = [
     "Schedule",
@@ -21,5 +22,6 @@ __all__ = [
     "named_masters",
     "named_optimizer_parameters",
     "set_learning_rate",
+    "try_optimizer",
     "warn_lost_updates",
 ]

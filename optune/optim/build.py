@@ -196,7 +196,9 @@ def _may_fuse(factory: Callable[..., Optimizer], settings: Sequence[Mapping[str,
 
 
 def _wrap(factory: Callable[..., Optimizer], error: Exception) -> ConfigError:
-    return ConfigError(f"{getattr(factory, '__name__', factory)} refuses its settings: {error}", where="optimizer")
+    # torch words what it refuses as ValueError or RuntimeError; a TypeError is Python's, about a line of its code.
+    said = str(error) if not isinstance(error, TypeError) else f"a value is of the wrong kind ({error})"
+    return ConfigError(f"{getattr(factory, '__name__', factory)} refuses its settings: {said}", where="optimizer")
 
 
 def _keep_implementation(optimizer: Optimizer) -> None:

@@ -176,8 +176,12 @@ class TableSchedule:
                     optimizer.step()
                     scheduler.step()
         except Exception as error:
+            # A ValueError is written for the caller; what else comes up, such as a division by zero, says nothing.
+            said = str(error) if isinstance(error, ValueError) and str(error) else "these values do not go together"
+            given = ", ".join(f"{key}: {value!r}" for key, value in self._settings.items()) or "no keywords"
             raise ConfigError(
-                f"{self._name} cannot make a schedule of {self._total_steps} steps: {error}", where="schedule"
+                f"{self._name} with {given} cannot make a schedule of {self._total_steps} steps: {said}",
+                where="schedule",
             ) from error
         if group["momentum"] != 0.9:
             raise ConfigError(

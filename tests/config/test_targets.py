@@ -35,7 +35,9 @@ def test_naming_the_same_target_again_drops_nothing(tmp_path: Path) -> None:
 
 def test_coming_back_to_the_default_target_brings_its_defaults_back(tmp_path: Path) -> None:
     cfg = read(
-        tmp_path, "optimizer: {_target_: torch.optim.SGD, lr: 1, momentum: 0.9}\n", "optimizer._target_=torch.optim.AdamW"
+        tmp_path,
+        "optimizer: {_target_: torch.optim.SGD, lr: 1, momentum: 0.9}\n",
+        "optimizer._target_=torch.optim.AdamW",
     )
     assert cfg.optimizer == {"_target_": "torch.optim.AdamW", "lr": 2e-5, "weight_decay": 0.0}
     (tmp_path / "saved.yaml").write_text(to_yaml(cfg), encoding="utf-8")
@@ -85,6 +87,49 @@ def test_wrong_target_or_keyword_is_refused_with_its_line(tmp_path: Path, text: 
 def test_keyword_from_an_override_is_named_with_the_argument(tmp_path: Path) -> None:
     (error,) = refuse(tmp_path, "", "optimizer.betaz=[0.9,0.95]")
     assert error.where == "optimizer.betaz=[0.9,0.95]"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("optimizer: {betas: [0.9]}\n", "optimizer.betas must be a list of two numbers, not [0.9]"),
+        ("optimizer: {betas: 0.5}\n", "optimizer.betas must be a list of two numbers, not 0.5"),
+        ("optimizer: {betas: [0.9, a]}\n", "optimizer.betas must be a list of two numbers, not [0.9, 'a']"),
+        ("optimizer: {amsgrad: maybe}\n", "optimizer.amsgrad must be true or false, not 'maybe'"),
+        ("optimizer: {amsgrad: 1}\n", "optimizer.amsgrad must be true or false, not 1"),
+        ("optimizer: {foreach: no}\n", "optimizer.foreach must be true or false or null, not 'no' | write false"),
+        ("optimizer: {_target_: torch.optim.SGD, dampening: x}\n", "optimizer.dampening must be a number, not 'x'"),
+        ("optimizer: {_target_: torch.optim.SGD, dampening: null}\n", "optimizer.dampening must be a number, not null"),
+        ("optimizer: {_target_: torchao.optim.AdamW8bit, betas: [1]}\n", "optimizer.betas must be a list of two"),
+        ("optimizer: {_target_: torchao.optim.AdamW8bit, amsgrad: x}\n", "optimizer.amsgrad must be true or false"),
+        ("parameter_groups: [{match: '*', betas: [0.9]}]\n", "parameter_groups[0].betas must be a list of two numbers"),
+        (
+            "schedule: {_target_: torch.optim.lr_scheduler.StepLR, step_size: 30.0}\n",
+            "schedule.step_size must be a whole number, not 30.0 | write 30",
+        ),
+        ("loggers: [{_target_: optune.metrics.WandB, name: 7}]\n", "loggers[0].name must be a text or null, not 7"),
+        ("loggers: [{_target_: optune.metrics.WandB, tags: a}]\n", "loggers[0].tags must be a list or null, not 'a'"),
+    ],
+)
+def test_keyword_of_the_wrong_kind_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (error,) = refuse(tmp_path, text)
+    assert words in say(error)
+    assert str(error.where).endswith("c.yaml:3")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "optimizer: {_target_: torch.optim.Adafactor, eps: [null, 1e-3], d: 1}\n",
+        "optimizer: {fused: null, foreach: true, betas: [0, 0.5], lr: 1, amsgrad: false}\n",
+        "optimizer: {_target_: torchao.optim.AdamW8bit, betas: [0.9, 0.99], block_size: 128}\n",
+        "schedule: {_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: [1e-4], total_steps: 10}\n",
+        "schedule: {_target_: torch.optim.lr_scheduler.MultiStepLR, milestones: [3, 5]}\n",
+        "loggers: [{_target_: optune.metrics.WandB, tags: [a], name: null}]\n",
+    ],
+)
+def test_keyword_of_the_right_kind_is_taken(tmp_path: Path, text: str) -> None:
+    read(tmp_path, text)
 
 
 @pytest.mark.parametrize(

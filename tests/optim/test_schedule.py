@@ -178,3 +178,9 @@ def test_keys_of_named_schedules_are_refused_beside_a_torch_scheduler() -> None:
         optim.build_schedule(
             factory=torch.optim.lr_scheduler.StepLR, settings={"step_size": 1}, total_steps=5, warmup_steps=1
         )
+
+
+def test_keywords_that_divide_by_zero_are_named_without_pythons_words() -> None:
+    with pytest.raises(ConfigError, match=r"StepLR with step_size: 0 cannot make a schedule of 5 steps") as caught:
+        optim.build_schedule(total_steps=5, factory=torch.optim.lr_scheduler.StepLR, settings={"step_size": 0})
+    assert "modulo" not in str(caught.value)

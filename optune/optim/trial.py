@@ -1,0 +1,61 @@
+"""Trying an optimizer before the weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from optune.errors import ConfigError
+from optune.optim.build import build_optimizer
+
+TRIAL_SIZE = 8
+"""Dimensions of the stand-ins are cut to this."""
+
+
+def try_optimizer(
+    outline: nn.Module,
+    factory: Callable[..., Optimizer],
+    settings: Mapping[str, Any],
+    *,
+    parameter_groups: Sequence[Mapping[str, Any]] = (),
+    master_weights: str = "none",
+    device: torch.device | str = "cpu",
+) -> None:
+    """Builds the optimizer on small stand-ins of the parameters that `outline` trains, and takes one step.
+
+    `outline` has the names, ranks and dtypes of the model to come, and may lie on the meta device. What only a step
+    finds out is found here: `capturable` on the CPU, an optimizer that wants sparse gradients. Raises `ConfigError` as
+    `build_optimizer` does, and for whatever goes wrong in the step.
+    """
+    stand_ins = [
+        (name, nn.Parameter(torch.zeros([min(size, TRIAL_SIZE) for size in p.shape], dtype=p.dtype, device=device)))
+        for name, p in outline.named_parameters()
+        if p.requires_grad
+    ]
+    optimizer = build_optimizer(
+        stand_ins, factory=factory, settings=settings, parameter_groups=parameter_groups, master_weights=master_weights
+    )
+    # Compiled optimizers are tried uncompiled: the same arithmetic without a minute of compiling. Those that round
+    # stochastically draw from the global generator.
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        try:
+            optimizer.step()
+        except Exception as error:
+            text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            raise ConfigError(
+                f"{type(optimizer).__name__} fails in a trial step on small parameters: {text}",
+                where="optimizer",
+                hint=_advise(settings, parameter_groups),
+            ) from error
+
+
+def _advise(settings: Mapping[str, Any], parameter_groups: Sequence[Mapping[str, Any]]) -> str:
+    keys = dict.fromkeys(["_target_", *settings, *(key for group in parameter_groups for key in group)])
+    return f"change {', '.join(f'optimizer.{key}' for key in keys if key not in ('match', 'lr', 'weight_decay'))}"
