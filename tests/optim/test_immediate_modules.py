@@ -10,13 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from optune.optim.immediate import ImmediateStepper
+from tests.optim.immediate_nets import LR, loss_of, step_once
 from tests.optim.immediate_reference import step_layer_by_layer, step_leaf_modules
 from tests.optim.small import SmallModel
-
-LR = 0.05
 
 
 @pytest.fixture(autouse=True)
@@ -25,21 +23,6 @@ def float64() -> Any:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    torch.manual_seed(7)  # dropout
-    output = model(rows)
-    output = output[0] if isinstance(output, tuple) else output
-    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
-    return (output * weights).mean() + output.pow(2).mean()
-
-
-def step(model: nn.Module, rows: Tensor, variant: Any = "local", lr: float = LR) -> None:
-    stepper = ImmediateStepper(model, torch.optim.SGD(model.parameters(), lr=lr), variant=variant)
-    with stepper.microbatch(True):
-        loss_of(model, rows).backward()
-    stepper.finish()
 
 
 def assert_equal_parameters(ours: nn.Module, reference: nn.Module, start: nn.Module, tolerance: float = 1e-12) -> None:
@@ -122,7 +105,7 @@ def test_local_equals_a_reference_that_wraps_leaf_modules(make: Callable[[], tup
             if isinstance(model, SmallModel):
                 model.long_rows = None  # type: ignore[assignment]
                 rows = rows[:, :6]
-    step(ours, rows)
+    step_once(ours, rows)
     step_leaf_modules(reference, lambda model: loss_of(model, rows), LR)
     assert_equal_parameters(ours, reference, start)
 
@@ -156,7 +139,7 @@ def layers_of(model: nn.Module, order: Sequence[str]) -> list[list[str]]:
 def test_exact_equals_one_ordinary_gradient_after_another(make: Callable[[], Any], order: list[str]) -> None:
     ours, rows = make()
     reference = copy.deepcopy(ours)
-    step(ours, rows, "exact")
+    step_once(ours, rows, "exact")
     step_layer_by_layer(reference, lambda model: loss_of(model, rows), layers_of(reference, order), LR)
     for (name, left), right in zip(ours.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-11, msg=name)
@@ -166,120 +149,10 @@ def test_running_statistics_are_updated_once_as_in_standard_training() -> None:
     for variant in ("local", "exact"):
         ours, rows = make_conv()
         standard = copy.deepcopy(ours)
-        step(ours, rows, variant)
+        step_once(ours, rows, variant)
         loss_of(standard, rows)
         for left, right in zip(ours.buffers(), standard.buffers(), strict=True):
             assert torch.equal(left, right)
-
-
-class Arithmetic(nn.Module):
-    """A linear layer, a layer whose weight is computed from parameters, and a head."""
-
-    def __init__(self, compute: Callable[[nn.Module], Tensor], **parameters: Tensor) -> None:
-        super().__init__()
-        self.below = nn.Linear(4, 5)
-        for name, value in parameters.items():
-            if name.startswith("mask"):
-                self.register_buffer(name, value)
-            else:
-                self.register_parameter(name, nn.Parameter(value))
-        self.compute = compute
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.below(rows)), self.compute(self))
-
-
-def fake_quantize(weight: Tensor) -> Tensor:
-    return weight + ((weight * 8).round() / 8 - weight).detach()
-
-
-COMPUTED: dict[str, Callable[[], Arithmetic]] = {
-    "transposed": lambda: Arithmetic(lambda m: m.w.t(), w=torch.randn(5, 3)),
-    "attribute T": lambda: Arithmetic(lambda m: m.w.T * 2, w=torch.randn(5, 3)),
-    "shifted": lambda: Arithmetic(lambda m: 1 + m.w, w=torch.randn(3, 5)),
-    "cast": lambda: Arithmetic(lambda m: m.w.to(torch.float32).double(), w=torch.randn(3, 5)),
-    "masked by a buffer": lambda: Arithmetic(lambda m: m.w * m.mask, w=torch.randn(3, 5), mask=torch.ones(3, 5).triu()),
-    "masked by a view of a buffer": lambda: Arithmetic(
-        lambda m: m.w * m.mask[0].bool(), w=torch.randn(3, 5), mask=torch.ones(2, 3, 5).tril()
-    ),
-    "low rank": lambda: Arithmetic(
-        lambda m: m.w + m.b @ m.a, w=torch.randn(3, 5), a=torch.randn(2, 5), b=torch.randn(3, 2)
-    ),
-    "normed": lambda: Arithmetic(
-        lambda m: m.g * m.v / m.v.norm(dim=1, keepdim=True), g=torch.rand(3, 1), v=torch.randn(3, 5)
-    ),
-    "stacked": lambda: Arithmetic(lambda m: torch.stack([m.w, m.v, m.w]), w=torch.randn(5), v=torch.randn(5)),
-    "parts": lambda: Arithmetic(lambda m: torch.cat(m.w.chunk(2)[::-1]), w=torch.randn(3, 5)),
-    "indexed": lambda: Arithmetic(lambda m: m.w[1, :3], w=torch.randn(2, 4, 5)),
-    "with dropout": lambda: Arithmetic(lambda m: F.dropout(m.w, 0.4), w=torch.randn(3, 5)),
-    "straight through": lambda: Arithmetic(lambda m: fake_quantize(m.w), w=torch.randn(3, 5)),
-}
-
-
-@pytest.mark.parametrize("name", COMPUTED)
-def test_arithmetic_on_parameters_is_seen_through(name: str) -> None:
-    """The layer below gets the gradient through the new weight, computed anew from the new parameters."""
-    model = COMPUTED[name]()
-    rows = torch.randn(6, 4)
-    reference = copy.deepcopy(model)
-    step(model, rows)
-
-    parameters = {n: p for n, p in reference.named_parameters() if not n.startswith("below")}
-    torch.manual_seed(7)
-    hidden = torch.tanh(reference.below(rows))
-    inner = hidden.detach().requires_grad_()
-    noise = torch.get_rng_state()
-    output = F.linear(inner, reference.compute(reference))
-    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
-    grads = torch.autograd.grad(
-        (output * weights).mean() + output.pow(2).mean(), [output, *parameters.values()], retain_graph=True
-    )
-    with torch.no_grad():
-        for parameter, grad in zip(parameters.values(), grads[1:], strict=True):
-            parameter -= LR * grad
-    torch.set_rng_state(noise)
-    hidden.backward(grads[0] @ reference.compute(reference).detach())
-    with torch.no_grad():
-        for parameter in reference.below.parameters():
-            parameter -= LR * parameter.grad
-    for key, value in reference.named_parameters():
-        torch.testing.assert_close(model.get_parameter(key), value, rtol=0, atol=1e-13, msg=key)
-
-
-def make_twice(parametrize: Callable[[nn.Module], Any]) -> nn.Module:
-    layers = [nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)]
-    for layer in layers[1:]:
-        parametrize(layer)
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-
-
-@pytest.mark.parametrize(
-    "parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal]
-)
-def test_parametrized_layers_pass_on_the_gradient_through_the_new_weight(parametrize: Callable[..., Any]) -> None:
-    ours = make_twice(parametrize)
-    rows = torch.randn(4, 5)
-    inputs: dict[int, Tensor] = {}
-    grads: dict[int, Tensor] = {}
-    power = {n: b.clone() for n, b in ours.named_buffers()}
-
-    def watch(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            inputs[index] = args[0]
-            args[0].register_hook(lambda grad: grads.__setitem__(index, grad))
-            output.register_hook(lambda grad: grads.__setitem__(index + 1, grad))
-
-        return hook
-
-    for index in (2, 4):
-        ours[index].register_forward_hook(watch(index))
-    step(ours, rows)
-    after = {n: b.clone() for n, b in ours.named_buffers()}
-    assert power.keys() == after.keys()
-    for index in (2, 4):
-        # Evaluation reads the power iteration's vectors without moving them.
-        weight = ours[index].eval().weight.detach()
-        torch.testing.assert_close(grads[index], grads[index + 1] @ weight, rtol=0, atol=1e-12)
 
 
 class Odd(nn.Module):
@@ -324,8 +197,8 @@ def test_keywords_lists_writes_into_activations_and_learned_inputs_match_plain_c
     plain = Plain()
     plain.load_state_dict(ours.state_dict())
     before = copy.deepcopy(ours)
-    step(ours, rows)
-    step(plain, rows)
+    step_once(ours, rows)
+    step_once(plain, rows)
     assert_equal_parameters(ours, plain, before, tolerance=1e-13)
     assert not torch.equal(ours.w, standard_step(before, rows).w)
 
@@ -349,7 +222,7 @@ def test_a_shared_parameter_is_updated_once_after_its_last_use_with_the_summed_g
 
     ours, tokens = Tied(), torch.randint(0, 7, (5,))
     start = copy.deepcopy(ours)
-    step(ours, tokens)
+    step_once(ours, tokens)
 
     def stages(model: Tied, inner: Tensor | None = None) -> tuple[Tensor, Tensor]:
         hidden = model.embed(tokens)
@@ -386,7 +259,7 @@ def test_parameters_outside_of_the_graph_stay_and_a_penalty_on_weights_counts_as
 
     ours, rows = Net(), torch.randn(4, 3)
     start = copy.deepcopy(ours)
-    step(ours, rows)
+    step_once(ours, rows)
     standard = standard_step(start, rows)
     assert torch.equal(ours.idle.weight, start.idle.weight)
     torch.testing.assert_close(ours.second.weight, standard.second.weight, rtol=0, atol=1e-14)

@@ -1,48 +1,24 @@
-"""The immediate stepper in training: optimizers and their state, norms, clipping, checkpointing, masters, processes."""
+"""The immediate stepper in training: optimizers and their state, norms, clipping, masters, autocast."""
 
 from __future__ import annotations
 
 import copy
 import math
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from optune.errors import ConfigError, TrainingError
-from optune.optim import Stepper, build_optimizer, build_schedule, build_stepper, named_masters, set_learning_rate
+from optune.errors import TrainingError
+from optune.optim import Stepper, build_schedule, build_stepper, named_masters, set_learning_rate
 from optune.optim.functional import value_and_immediate_grad
 from optune.optim.immediate import ImmediateStepper
 from tests.optim import small
+from tests.optim.immediate_nets import Chain, build
 from tests.optim.immediate_reference import step_layer_by_layer, step_leaf_modules
-
-
-def build(model: nn.Module, factory: Any = torch.optim.SGD, **settings: Any) -> torch.optim.Optimizer:
-    masters = settings.pop("master_weights", "none")
-    return build_optimizer(model.named_parameters(), factory=factory, settings=settings, master_weights=masters)
-
-
-class Chain(nn.Module):
-    """Three linear layers with tanh between."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:-1]:
-            x = torch.tanh(layer(x))
-        return self.layers[-1](x)
 
 
 def step_chain(model: Chain, optimizer: torch.optim.Optimizer, rows: Tensor, labels: Tensor) -> None:
@@ -159,81 +135,6 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_used() -> None:
     assert "what was saved before is intact" in (caught.value.hint or "")
     torch.testing.assert_close(dict(model.state_dict()), dict(before.state_dict()), rtol=0, atol=0, equal_nan=True)
     assert all(p.grad is None for p in model.parameters())
-
-
-def one_step(
-    model: nn.Module, *, variant: Any = "local", seed: int = 3, tokens: Tensor | None = None, lr: float = 0.05
-) -> None:
-    tokens = torch.randint(0, small.VOCABULARY, (2, small.LENGTH), generator=torch.Generator().manual_seed(0))
-    stepper = ImmediateStepper(model, build(model, lr=lr), variant=variant)
-    torch.manual_seed(seed)
-    with stepper.microbatch(True):
-        (small.loss_sum(model, tokens) / 10).backward()
-    stepper.finish()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("variant", ["local", "exact"])
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_activation_checkpointing_changes_no_bit(tied: bool, variant: str, early_stop: bool) -> None:
-    plain = small.SmallModel(tied=tied, dropout=0.2)
-    checkpointed = small.SmallModel(tied=tied, dropout=0.2)
-    checkpointed.activation_checkpointing = "block"
-    one_step(plain, variant=variant)
-    with set_checkpoint_early_stop(early_stop):
-        one_step(checkpointed, variant=variant)
-    for (name, left), right in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
-        assert torch.equal(left, right), name
-
-
-class Looped(nn.Module):
-    """One block used three times, each time under a checkpoint, and a nested checkpoint around two of them."""
-
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(small.VOCABULARY, small.WIDTH)
-        self.block = small.Block()
-        self.bias = nn.Parameter(torch.randn(small.WIDTH))
-        self.head = nn.Linear(small.WIDTH, small.VOCABULARY)
-        self.checkpointed = checkpointed
-
-    def run(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return checkpoint(function, x, use_reentrant=False) if self.checkpointed else function(x)  # type: ignore[return-value]
-
-    def twice(self, x: Tensor) -> Tensor:
-        # The block's last function saves nothing that its gradient needs.
-        return self.run(self.block, self.run(self.block, x)) + self.bias
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.run(self.block, self.run(self.twice, self.embed(tokens))))
-
-
-def test_blocks_used_again_and_nested_checkpoints_change_no_bit() -> None:
-    plain, checkpointed = Looped(False), Looped(True)
-    start = copy.deepcopy(plain)
-    one_step(plain)
-    one_step(checkpointed)
-    for (name, left), right, before in zip(
-        plain.named_parameters(), checkpointed.parameters(), start.parameters(), strict=True
-    ):
-        assert torch.equal(left, right), name
-        assert not torch.equal(left, before), name
-
-
-def test_a_checkpoint_that_would_repeat_with_new_weights_is_refused() -> None:
-    class Reads(Looped):
-        def forward(self, tokens: Tensor) -> Tensor:
-            def reads(x: Tensor) -> Tensor:
-                with torch.no_grad():
-                    size = F.linear(x, self.head.weight).norm()
-                return torch.tanh(x * size)
-
-            return self.head(self.run(reads, self.embed(tokens)))
-
-    with pytest.raises(TrainingError, match=r"repeats a forward pass after head\.weight"):
-        one_step(Reads(True))
-    one_step(Reads(False))
 
 
 def test_local_and_exact_equal_references_on_a_decoder_like_model_in_float64() -> None:
@@ -418,50 +319,3 @@ def test_functional_form_takes_tied_leaves_and_gives_zeros_for_unused_ones() -> 
     leaf = shared.clone().requires_grad_()
     (grad,) = torch.autograd.grad((leaf @ torch.tanh(leaf) * 2).sum(), leaf)
     torch.testing.assert_close(result.grads["a"], grad)
-
-
-def mean_over_ranks(grad: Tensor) -> Tensor:
-    dist.all_reduce(grad)
-    return grad.div_(dist.get_world_size())
-
-
-def train(model: nn.Module, variant: Any, rows: Tensor, labels: Tensor, reduce: Any = None) -> list[float | None]:
-    """Three steps of AdamW; the logged norms."""
-    stepper = ImmediateStepper(model, build(model, torch.optim.AdamW, lr=0.01), variant=variant, reduce=reduce)
-    norms = []
-    for step in range(3):
-        with stepper.microbatch(True):
-            F.cross_entropy(model(rows[step]), labels[step]).backward()
-        norms.append(stepper.finish().grad_norm)
-    return norms
-
-
-def train_rank(rank: int, folder: Path, rows: Tensor, labels: Tensor) -> None:
-    """One of two processes, with its half of the rows; writes weights and norms."""
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
-    mine = slice(4 * rank, 4 * rank + 4)
-    for variant in ("local", "exact"):
-        model = Chain()
-        norms = train(model, variant, rows[:, mine], labels[:, mine], mean_over_ranks)
-        torch.save((model.state_dict(), norms), folder / f"{variant}-{rank}.pt")
-    with pytest.raises(ConfigError, match="DistributedDataParallel"):
-        ImmediateStepper(nn.parallel.DistributedDataParallel(model), build(model, lr=0.1))
-    sharded = Chain()
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ConfigError, match="sharded"):
-        ImmediateStepper(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_ranks_equal_one_with_the_joined_rows_and_ddp_and_shards_are_refused(tmp_path: Path) -> None:
-    rows, labels = torch.randn(3, 8, 5), torch.randint(0, 5, (3, 8))
-    torch.multiprocessing.spawn(train_rank, (tmp_path, rows, labels), nprocs=2)
-    for variant in ("local", "exact"):
-        model = Chain()
-        norms = train(model, variant, rows, labels)
-        ranks = [torch.load(tmp_path / f"{variant}-{rank}.pt") for rank in range(2)]
-        for name, value in model.state_dict().items():
-            assert torch.equal(ranks[0][0][name], ranks[1][0][name]), name
-            torch.testing.assert_close(ranks[0][0][name], value, rtol=0, atol=1e-6)
-        assert ranks[0][1] == pytest.approx(norms, rel=1e-5)
