@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import secrets
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,8 @@ class TensorBoard:
 
     def __init__(self, log_dir: str | None = None) -> None:
         _need("tensorboard", "tensorboard")
+        if log_dir is not None:
+            _check_folder(Path(log_dir).expanduser(), "loggers: TensorBoard: log_dir")
         self._log_dir = log_dir
         self._writer: Any = None
 
@@ -48,7 +51,10 @@ class TensorBoard:
 
         folder = Path(self._log_dir).expanduser() if self._log_dir else run_dir / "tensorboard"
         purge_step = first_step + 1 if first_step else None
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+        except OSError as error:
+            raise _unusable(folder, "loggers: TensorBoard", error.strerror or str(error)) from error
         lines = "\n".join(f"    {key}: {value}" for key, value in _flatten(hide_secrets(config)).items())
         self._writer.add_text("config", lines, global_step=first_step)
 
@@ -130,6 +136,22 @@ def hide_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
         return [hide(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     return hide(config)
+
+
+def _check_folder(folder: Path, where: str) -> None:
+    """Refuses a folder that cannot be made or written to, before anything is loaded. Leaves nothing behind."""
+    folder = folder.absolute()
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        if not nearest.is_dir():
+            raise _unusable(folder, where, f"{nearest} is a file" if nearest != folder else "it is a file")
+        Path(tempfile.mkdtemp(prefix=".optune-", dir=nearest)).rmdir()
+    except OSError as error:
+        raise _unusable(folder, where, error.strerror or str(error)) from error
+
+
+def _unusable(folder: Path, where: str, cause: str) -> ConfigError:
+    return ConfigError(f"cannot write to {folder}: {cause}", where=where, hint="name a folder that can be written to")
 
 
 def _plain(value: Any) -> Any:

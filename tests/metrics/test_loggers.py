@@ -71,6 +71,20 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
 
 
+@pytest.mark.parametrize("log_dir", ["/proc/x", "{file}", "{file}/below"])
+def test_a_log_dir_that_cannot_be_written_is_refused_when_the_logger_is_made(tmp_path: Path, log_dir: str) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^loggers: TensorBoard: log_dir: cannot write to "):
+        TensorBoard(log_dir=log_dir.format(file=tmp_path / "file"))
+
+
+def test_a_log_dir_is_checked_without_leaving_anything(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    TensorBoard(log_dir=str(tmp_path / "new" / "logs"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tensorboard_writes_where_it_is_told(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train(tmp_path, TensorBoard(log_dir=str(tmp_path / "elsewhere")), 1, 2)
