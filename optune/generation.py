@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from optune.errors import ConfigError, ModelError
+from optune.errors import ConfigError, ModelError, OptuneError
 
 _FILE = "generation_config.json"
 # Keys of generation_config.json that do not say which token comes next, or only together with beams.
@@ -154,7 +154,15 @@ def _generate(
     texts: list[list[int]] = [[] for _ in prompts]
     running = set(range(rows))
     for count in range(1, max_new_tokens + 1):
-        logits_BV = penalise(model.lm_head(hidden_BD).float(), seen_BV, settings.repetition_penalty)
+        logits_BV = model.lm_head(hidden_BD).float()
+        # NaN would win every argmax, and is the maximum of its row; a single -inf is just a token ruled out.
+        if not bool(logits_BV.amax(-1).isfinite().all()):
+            raise OptuneError(
+                f"the logits are not finite at new token {count}",
+                where="generate",
+                hint="the weights hold NaN or infinity, or the dtype is too small for them: try bf16 or fp32",
+            )
+        logits_BV = penalise(logits_BV, seen_BV, settings.repetition_penalty)
         tokens_B = _choose(logits_BV, settings, generators)
         for row, token in enumerate(tokens_B.tolist()):
             if row not in running:

@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from transformers.generation import logits_process
 
 from optune import generation, models
-from optune.errors import ConfigError, ModelError
+from optune.errors import ConfigError, ModelError, OptuneError
 from tests import fixtures
 
 PROMPTS = [[7, 30], [9, 12, 13, 44, 45, 21, 33, 60, 61, 8, 15], [20, 21, 22, 23, 24]]
@@ -191,6 +191,19 @@ def test_wrong_settings_are_refused_by_name(tmp_path: Path, options: dict[str, A
     given: dict[str, Any] = {"prompts": [[7]], "max_new_tokens": 3} | options
     with pytest.raises(ConfigError, match=named):
         generation.generate(model, **given)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_end_the_text_with_an_error(
+    tmp_path: Path, temperature: float, value: float
+) -> None:
+    model = models.load(write(tmp_path), dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[3] = value
+    with pytest.raises(OptuneError, match="the logits are not finite at new token 1") as caught:
+        generation.generate(model, [[1, 2]], max_new_tokens=3, temperature=temperature)
+    assert caught.value.exit_code == 1
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:

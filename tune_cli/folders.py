@@ -62,12 +62,17 @@ def _holds_model(folder: Path) -> bool:
 
 def read_dtype(folder: Path) -> str:
     """The dtype in which a model's weights are stored: bf16, fp16 or fp32."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                return _STORED.get(tensors.get_slice(name).get_dtype(), "fp32")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    return _STORED.get(tensors.get_slice(name).get_dtype(), "fp32")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"the file is damaged or cut short ({error})", where=str(file), hint="copy or download the model again"
+            ) from error
     return "fp32"
 
 

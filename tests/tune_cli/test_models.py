@@ -110,6 +110,16 @@ def test_what_cannot_be_generated_is_refused(optune: Optune, m0: Path, words: tu
     assert result.out == ""
 
 
+def test_weights_cut_short_are_refused_as_run_refuses_them(optune: Optune, m0: Path) -> None:
+    weights = m0 / "model.safetensors"
+    for length in (weights.stat().st_size - 10, 100, 0):
+        weights.write_bytes(weights.read_bytes()[:length])
+        result = optune("generate", "m0", "--prompt", "w1")
+        assert result.code == 2
+        assert "model.safetensors: the file is damaged or cut short" in result.err
+        assert "hint: copy or download the model again" in result.err
+
+
 def test_adapter_whose_base_is_gone_names_both(optune: Optune, adapter: Path, folder: Path) -> None:
     (folder / "m0").rename(folder / "elsewhere")
     result = optune("generate", "adapter", "--prompt", "a")
