@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from optune.config.files import parse_flow_list
 from optune.config.nodes import Mapping, Node, Scalar, Sequence, join, type_name
 from optune.config.options import NO_RULES, Rules, rules_of
-from optune.config.problems import HIDDEN, Problems, find_nearest, is_secret
+from optune.config.problems import Problems, find_nearest, show_text
 from optune.config.scalars import UnfitError, guess, read_bool, read_choice, read_float, read_int, read_text
 from optune.config.sections import OTHER_NAMES
 from optune.errors import ConfigError
@@ -189,7 +189,7 @@ class _Converter:
         try:
             return reader(node)
         except UnfitError as unfit:
-            shown = HIDDEN if is_secret(path.rsplit(".", 1)[-1]) else None
+            shown = show_text(path.rsplit(".", 1)[-1], unfit.text)
             return self.fail(f"{path} {unfit.describe(shown)}", node, unfit.hint)
 
 
@@ -199,4 +199,4 @@ def describe(node: Node, path: str) -> str:
         return type_name(node)
     if node.is_null:
         return "null"
-    return HIDDEN if is_secret(path.rsplit(".", 1)[-1]) else repr(node.text)
+    return show_text(path.rsplit(".", 1)[-1], node.text)

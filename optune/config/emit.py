@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 from optune.config.options import NO_RULES, Rules, rules_of
-from optune.config.problems import HIDDEN, is_secret
+from optune.config.problems import HIDDEN, hides
 from optune.config.shipped import shipped_name
 
 RECIPE_LINE = "# recipe: "
@@ -76,11 +76,12 @@ def recipe_of(schema: type[Any]) -> str | None:
 
 
 def _plain(value: Any, hide: bool) -> Any:
-    if dataclasses.is_dataclass(value):
+    declared = dataclasses.is_dataclass(value)
+    if declared:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {
-            key: HIDDEN if hide and is_secret(key) and item is not None else _plain(item, hide)
+            key: HIDDEN if hide and hides(key, item, declared=declared) else _plain(item, hide)
             for key, item in value.items()
         }
     return [_plain(item, hide) for item in value] if isinstance(value, (list, tuple)) else value
@@ -94,13 +95,13 @@ def _section(section: Any, indent: str, hide: bool) -> list[str]:
         if isinstance(value, str) and get_origin(hints[field.name]) is Literal:
             lines.append(f"{indent}{field.name}: {value}")  # one of the declared words, `none` among them
         else:
-            lines += _entry(field.name, value, rules_of(field), indent, hide)
+            lines += _entry(field.name, value, rules_of(field), indent, hide, declared=True)
     return lines
 
 
-def _entry(key: str, value: Any, rules: Rules, indent: str, hide: bool) -> list[str]:
+def _entry(key: str, value: Any, rules: Rules, indent: str, hide: bool, *, declared: bool = False) -> list[str]:
     name = f"{indent}{_scalar(key, NO_RULES)}:"
-    if hide and is_secret(key) and value is not None:
+    if hide and hides(key, value, declared=declared):
         return [f"{name} {_scalar(HIDDEN, NO_RULES)}"]
     if dataclasses.is_dataclass(value):
         return [name, *_section(value, f"{indent}  ", hide)]
@@ -127,7 +128,7 @@ def _item(item: Any, rules: Rules, indent: str, hide: bool) -> list[str]:
 def _inline(value: Any, rules: Rules, hide: bool) -> str:
     if isinstance(value, dict):
         entries = (
-            f"{_scalar(key, NO_RULES)}: {_inline(HIDDEN if hide and is_secret(key) else item, rules, hide)}"
+            f"{_scalar(key, NO_RULES)}: {_inline(HIDDEN if hide and hides(key, item) else item, rules, hide)}"
             for key, item in value.items()
         )
         return "{" + ", ".join(entries) + "}"

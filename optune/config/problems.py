@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from optune.errors import ConfigError
 
 HIDDEN = "***"
 _SECRETS = ("token", "key", "keys", "password", "passwords", "passwd", "passphrase", "secret", "secrets", "credentials")
 _ENTRY = re.compile(r"""([\w.-]+)(\s*[:=]\s*)('[^']*'|"[^"]*"|[^,{}\[\]]+)""")
+# null, a truth value, or a number too short to be a PIN or password of digits.
+_HARMLESS = re.compile(r"\s*(?:null|~|true|false|[+-]?[0-9]{1,3}(?:\.[0-9]+)?)?\s*\Z", re.IGNORECASE)
 
 
 class ConfigProblemsError(ConfigError):
@@ -58,12 +61,31 @@ def is_secret(key: str) -> bool:
     return any(word.endswith(_SECRETS) for word in words)
 
 
+def hides(key: str, value: Any, *, declared: bool = False) -> bool:
+    """Whether a value must not be shown: it stands under a key that looks like a secret's.
+
+    Null and truth values are no secrets, nor are numbers where the schema declares one. Other digits may be a PIN.
+    """
+    is_harmless = value is None or isinstance(value, bool) or (declared and isinstance(value, int | float))
+    return not is_harmless and is_secret(key)
+
+
+def show_text(key: str, text: str) -> str:
+    """A text as a message may show it: that of a secret is not shown, but that it is a text."""
+    return repr(text) if not is_secret(key) or _HARMLESS.match(text) else "the text that is given"
+
+
 def mask_argument(argument: str) -> str:
     """An override as it may be shown: the values of secrets are hidden, also inside a mapping."""
-    key, equals, _ = argument.partition("=")
-    return f"{key}={HIDDEN}" if equals and is_secret(key) else mask_entries(argument)
+    key, equals, value = argument.partition("=")
+    return f"{key}={HIDDEN}" if equals and is_secret(key) and not _HARMLESS.match(value) else mask_entries(argument)
 
 
 def mask_entries(text: str) -> str:
     """A piece of YAML or of an override as it may be shown: what follows a secret's key is hidden."""
-    return _ENTRY.sub(lambda found: found[1] + found[2] + HIDDEN if is_secret(found[1]) else found[0], text)
+
+    def mask(found: re.Match[str]) -> str:
+        shown = not is_secret(found[1]) or _HARMLESS.match(found[3])
+        return found[0] if shown else found[1] + found[2] + HIDDEN
+
+    return _ENTRY.sub(mask, text)

@@ -26,7 +26,7 @@ class UnfitError(Exception):
 
     def describe(self, shown: str | None = None) -> str:
         """`must be a whole number, not 'four'`; `shown` stands in for a value that must not be shown."""
-        value = shown or ("null" if self.text in ("null", "~") else repr(self.text) if self.text else "empty")
+        value = "null" if self.text in ("null", "~") else (shown or repr(self.text)) if self.text else "empty"
         return f"must be {self.wants}, not {value}" + (f": {self.because}" if self.because else "")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from optune.config.nodes import TARGET, join
-from optune.config.problems import HIDDEN, Problems, is_secret, suggest
+from optune.config.problems import Problems, show_text, suggest
 from optune.config.target_values import suggest_value, wanted_values
 from optune.config.targets import resolve_target
 from optune.errors import ConfigError
@@ -81,7 +81,7 @@ def _check_values(
         if key not in wanted or key == MATCH or wanted[key].accepts(value):
             continue
         place = join(path, key)
-        shown = HIDDEN if is_secret(key) and isinstance(value, str) else "null" if value is None else repr(value)
+        shown = show_text(key, value) if isinstance(value, str) else "null" if value is None else repr(value)
         hint = suggest_value(wanted[key], value)
         problems.add(f"{place} must be {wanted[key].words}, not {shown}", where=where(place), hint=hint)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,24 @@ def test_secrets_are_hidden_where_asked_at_every_depth(tmp_path: Path) -> None:
     assert "hunter2" not in str(to_dict(cfg))
     assert to_dict(cfg)["free"]["nested"][0]["max_tokens"] == 5
     assert to_yaml(cfg).count("hunter2") == 3
+
+
+def test_numbers_and_truth_values_that_the_schema_declares_are_no_secrets(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Keyed(RunConfig):
+        my_key: int = 12345
+        use_token: bool = True
+        api_key: str = ""
+
+    cfg = read(tmp_path, "api_key: hunter2\n", schema=Keyed)
+    cfg.loggers = [{"use_token": False, "password": 12345678}]
+    shown = to_yaml(cfg, hide_secrets=True)
+    assert "my_key: 12345\nuse_token: true\napi_key: " in shown
+    assert "use_token: false" in shown
+    assert "hunter2" not in shown
+    assert "12345678" not in shown
+    assert to_dict(cfg)["my_key"] == 12345
+    assert "12345678" not in str(to_dict(cfg))
 
 
 def test_config_of_a_recipe_names_it_in_the_first_line(tmp_path: Path) -> None:

@@ -242,3 +242,14 @@ def test_secrets_are_not_shown_in_messages(tmp_path: Path) -> None:
         *refuse(tmp_path, "", "lodgers=[{wandbToken: hunter2}]"),
     ):
         assert "hunter2" not in say(error)
+
+
+def test_a_wrong_value_under_a_key_that_looks_secret_is_told_without_stars(tmp_path: Path) -> None:
+    @dataclass
+    class Keyed(RunConfig):
+        my_key: int = 0
+
+    (error,) = refuse(tmp_path, "my_key: hunter2\n", schema=Keyed)
+    assert say(error).endswith(":3: my_key must be a whole number, not the text that is given | None")
+    (error,) = refuse(tmp_path, "", "my_key=1.5", schema=Keyed)
+    assert say(error) == "my_key=1.5: my_key must be a whole number, not '1.5' | None"
