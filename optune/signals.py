@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,20 +16,21 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 class Requests:
     """What signals have asked for since the context was entered.
 
-    - `stop`: the first SIGINT or SIGTERM. It is answered on stderr at once. The second one ends the process there and
-      then, by the system's own hand: Python's would wait for a call into C that may never come back. (At a Python
-      prompt or in a notebook, a second SIGINT is the usual KeyboardInterrupt.)
+    - `stop`: the first SIGINT or SIGTERM. It is answered on stderr at once; the second one ends the process there and
+      then. (At a Python prompt or in a notebook it is the usual KeyboardInterrupt.)
     - `take_save()`: whether SIGUSR1 came since the last call.
 
-    `exit_code` is 128 plus the number of the stopping signal (130, 143), 0 without one.
+    `exit_code` is 128 plus the number of the stopping signal (130, 143), 0 without one; a second one exits with it too.
     """
 
     def __init__(self) -> None:
         self.stop: signal.Signals | None = None
         self._save = False
         self._before: dict[signal.Signals, Any] = {}
+        self._watch: _Watch | None = None
 
     def __enter__(self) -> Requests:
+        self._watch = None if hasattr(sys, "ps1") else _Watch()
         for number in STOPPING:
             self._before[number] = signal.signal(number, self._on_stop)
         self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
@@ -39,6 +41,8 @@ class Requests:
     ) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+        if self._watch is not None:
+            self._watch.close()
 
     @property
     def exit_code(self) -> int:
@@ -50,17 +54,49 @@ class Requests:
         return save
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        self.stop = signal.Signals(number)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler if hasattr(sys, "ps1") else signal.SIG_DFL)
-        _answer(f"{self.stop.name}: the run is saved and left after this step; a second signal stops it at once")
+        if self._watch is None:
+            if self.stop is not None:
+                raise KeyboardInterrupt
+            _answer(number)
+        self.stop = self.stop or signal.Signals(number)
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self._save = True
 
 
-def _answer(text: str) -> None:
+class _Watch:
+    """A thread that hears of signals at once: Python's own handlers wait until the main thread is back from a call into
+    C, which in a hung collective is never."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="optune-signals", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        is_second = False
+        while numbers := os.read(self._reader, 64):
+            for number in numbers:
+                if number not in STOPPING:
+                    continue
+                if is_second:
+                    os._exit(128 + number)
+                _answer(number)
+                is_second = True
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.close(self._writer)
+        self._thread.join()
+        os.close(self._reader)
+
+
+def _answer(number: int) -> None:
     """Straight to the descriptor: a handler may have come in the middle of a write to `sys.stderr`."""
+    name = signal.Signals(number).name
+    text = f"{name}: the run is saved and left after this step; a second signal stops it at once\n"
     with contextlib.suppress(OSError):
         # A progress bar has left the cursor at the end of its line.
-        os.write(2, (f"\n{text}\n" if os.isatty(2) else f"{text}\n").encode())
+        os.write(2, (f"\n{text}" if os.isatty(2) else text).encode())

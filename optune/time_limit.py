@@ -25,14 +25,14 @@ class TimeLimit:
 
 
 def parse_duration(text: str | None, *, where: str) -> float | None:
-    """Seconds: `90s`, `30m`, `1h30m`, `2d`, `01:30:00` or a plain number of seconds. None stays None."""
+    """Seconds: `90s`, `30m`, `1h30m`, `2d`, `01:30:00`, `1-12:00:00` or a plain number of seconds. None stays None."""
     if text is None:
         return None
-    clock = re.fullmatch(r"(?:(\d+):)?(\d+):(\d\d)", text)
+    clock = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d\d)", text)
     units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
     if clock:
-        hours, minutes, seconds = (float(part or 0) for part in clock.groups())
-        total = 3600 * hours + 60 * minutes + seconds
+        days, hours, minutes, seconds = (float(part or 0) for part in clock.groups())
+        total = 86400 * days + 3600 * hours + 60 * minutes + seconds
     elif units and text:
         days, hours, minutes, seconds = (float(part or 0) for part in units.groups())
         total = 86400 * days + 3600 * hours + 60 * minutes + seconds

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
 
 TERMINATED = 143
 """128 + SIGTERM: what a shell reports."""
+
+_AGAIN_S = 0.05
 
 
 class Terminated(KeyboardInterrupt):
@@ -19,15 +22,15 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def signals_unwind() -> Iterator[None]:
-    """SIGTERM raises `Terminated` and SIGUSR1, which asks a run to save, does no harm. Outside the main thread, where
-    Python takes no signals, nothing changes."""
+    """SIGINT and SIGTERM raise `KeyboardInterrupt` and `Terminated`; SIGUSR1, which asks a run to save, does no harm.
+
+    Outside the main thread, where Python takes no signals, nothing changes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, _unwind),
-        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda number, frame: None),
-    }
+    handlers = {signal.SIGINT: _unwind, signal.SIGTERM: _unwind, signal.SIGUSR1: lambda number, frame: None}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
@@ -35,5 +38,11 @@ def signals_unwind() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _unwind(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
+def _unwind(number: int, frame: FrameType | None) -> None:
+    # An exception inside `import torch` passes through C++ that does not know it, and aborts the process.
+    if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+        again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+        return
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
