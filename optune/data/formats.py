@@ -173,11 +173,20 @@ FORMATS: dict[str, tuple[Callable[[Row], Example], tuple[tuple[str, ...], ...]]]
 
 def detect_format(row: Row) -> str:
     """The format whose keys the row has. Raises RowError, naming the keys found and wanted."""
-    for name, (_, key_sets) in FORMATS.items():
-        if any(all(key in row for key in keys) for keys in key_sets):
-            return name
+    if fitting := _fitting_formats(row):
+        return fitting[0]
     known = "; ".join(f"{name}: {' + '.join(sets[0])}" for name, (_, sets) in FORMATS.items() if name != "preference")
     raise RowError(f"no known format has the keys {', '.join(sorted(map(repr, row)))[:200]} ({known})")
+
+
+def may_be_misread(row: Row, detected: str | None) -> bool:
+    """Whether a row that `auto` takes for `detected` (None: that of its own keys) may be meant as another format."""
+    fitting = _fitting_formats(row)
+    return len(fitting) > 1 or (detected is not None and detected not in fitting)
+
+
+def _fitting_formats(row: Row) -> list[str]:
+    return [name for name, (_, sets) in FORMATS.items() if any(all(key in row for key in keys) for keys in sets)]
 
 
 def get_format(name: str) -> Callable[[Row], Example]:

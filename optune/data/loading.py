@@ -21,6 +21,7 @@ from optune.data.formats import (
     Tokens,
     detect_format,
     get_format,
+    may_be_misread,
 )
 from optune.data.rows import Report, Row, Rows
 from optune.data.sources import BadRow, Source, list_sources, name_rows, read_rows
@@ -105,12 +106,14 @@ class _Loader:
     def load(self, source: Source, format_name: str) -> None:
         """Reads one file; broken rows are collected, so that all of them are told at once."""
         detected = None if format_name == "auto" else format_name
-        hint = "the format is told by the first row; data.format names another" if detected is None else None
+        is_auto = detected is None
         for chunk in _chunks(read_rows(source), _CHUNK):
             prepared = []
             for line, row in chunk:
                 self.report.rows += 1
                 where = f"{source.path}:{line}"
+                is_doubtful = is_auto and isinstance(row, dict) and may_be_misread(row, detected)
+                hint = "the format is told by the first row; data.format names another" if is_doubtful else None
                 with _Collecting(self, where, hint):
                     if isinstance(row, BadRow):
                         raise RowError(row.problem)

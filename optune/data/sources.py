@@ -62,6 +62,12 @@ def _make_source(entry: Any) -> Source:
     path = Path(entry["path"]).expanduser().absolute()
     if path.is_dir():
         raise DataError("is a folder, wanted a .jsonl or .json file", where=str(path))
+    if path.exists() and not path.is_file():
+        raise DataError(
+            "is not a regular file",
+            where=str(path),
+            hint="a device or pipe cannot be read twice: write the rows to a .jsonl file",
+        )
     if not path.is_file():
         near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
         hint = f"did you mean {path.parent / near[0]}?" if near else "data files are only looked up on this machine"

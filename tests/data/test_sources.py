@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,34 @@ def test_a07_a_missing_file_is_named_by_its_absolute_path_and_never_looked_up(
     with pytest.raises(DataError, match=f"{tmp_path}/someone/dataset: no such data file"):
         data.load_rows("someone/dataset", t0)
     assert len(data.load_rows("data/train.jsonl", t0)) == 4
+
+
+def test_devices_and_pipes_are_refused_without_waiting_for_them(tmp_path: Path, t0: data.Tokenizer) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in ("/dev/null", str(tmp_path / "pipe.jsonl")):
+        with pytest.raises(DataError, match=f"{path}: is not a regular file"):
+            data.load_rows(path, t0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_hinted"),
+    [
+        (['{"text": "w1"}', "{"], False),
+        (['{"text": "w1"}', "[1]"], False),
+        (['{"text": 5}'], False),
+        (['{"other": 5}'], False),
+        (['{"messages": 5}'], False),
+        (['{"text": "w1"}', '{"messages": []}'], True),
+        (['{"messages": 5, "text": "w1"}'], True),
+    ],
+)
+def test_another_format_is_advised_only_where_the_row_may_have_one(
+    tmp_path: Path, t0: data.Tokenizer, lines: list[str], is_hinted: bool
+) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        data.load_rows(tmp_path / "a.jsonl", t0)
+    assert ("data.format" in (caught.value.hint or "")) is is_hinted
 
 
 def test_folders_and_other_kinds_of_files_are_refused_by_name(tmp_path: Path, t0: data.Tokenizer) -> None:
