@@ -70,7 +70,11 @@ def find_saved_config(folder: Path) -> Path:
     config = folder / "config.yaml"
     if config.is_file():
         return config
-    problem = "is not a run folder: it holds no config.yaml" if folder.is_dir() else "there is no such folder"
+    problem = "there is no such folder"
+    if folder.is_dir():
+        problem = "is not a run folder: it holds no config.yaml"
+    elif folder.exists():
+        problem = "is a file, not a run folder"
     raise ConfigError(problem, where=str(folder.absolute()), hint="RUN_DIR is the output_dir of a run")
 
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tune_cli.run import Request, make_parser, read_request
 USAGE = "RECIPE --config CONFIG [--steps N] [--cut K] [key=value …]"
 DESCRIPTION = """Trains N steps twice: once straight, and once stopped after step K and resumed in a new process. Then
 it compares weights, optimizer state and logged losses bit for bit and says whether they are equal. It works aside, in
-<output_dir>.verify-resume, which is removed afterwards."""
+<output_dir>.verify-resume, which is removed afterwards. A warm-up that does not fit into N steps is shortened."""
 MACHINE = ("tokens_per_s", "peak_memory_gib", "step_s")
 """Keys of a metrics line that a clock decides."""
 
@@ -54,6 +54,7 @@ def run(words: list[str]) -> int:
 def _run_both(request: Request, folder: Path, steps: int, cut: int) -> list[str]:
     straight, resumed = folder / "straight", folder / "resumed"
     settings = [
+        *_shorten_schedule(request.load().schedule, steps),
         f"max_steps={steps}",
         "epochs=1000000",  # max_steps decides
         f"checkpoint={{save_every_steps: {cut}, keep_last: null}}",
@@ -82,9 +83,27 @@ def _run_both(request: Request, folder: Path, steps: int, cut: int) -> list[str]
     return [f"metrics.jsonl: {one} and {other}" for one, other in pairs if one != other] + differences
 
 
+def _shorten_schedule(schedule: Any, steps: int) -> list[str]:
+    """Overrides that fit a named schedule's warm-up and decay into so few steps; they are said on stderr."""
+    if isinstance(schedule, Mapping):
+        return []
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps
+    if warmup > steps:
+        warmup = steps // 2  # both parts of the curve are run
+    if decay is not None:
+        decay = min(decay, steps - warmup)
+    changes = {"warmup_steps": warmup, "decay_steps": decay}
+    shorter = [f"schedule.{key}={value}" for key, value in changes.items() if value != getattr(schedule, key)]
+    if shorter:
+        print(f"verify-resume: {steps} steps are few for the schedule: {', '.join(shorter)}", file=sys.stderr)
+    return shorter
+
+
 def _train(words: Sequence[str], what: str) -> None:
     print(f"verify-resume: training {what} …", file=sys.stderr)
     finished = subprocess.run([sys.executable, "-m", "tune_cli.main", *words], stdout=subprocess.DEVNULL)
+    if finished.returncode == ConfigError.exit_code:
+        raise ConfigError("the run was refused, for the cause above", where="verify-resume")
     if finished.returncode:
         raise TrainingError(f"the run ended with exit code {finished.returncode}", where="verify-resume")
 

@@ -59,7 +59,12 @@ def test_resume_with_a_recipe_that_moved_says_so_and_takes_the_new_place(
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("nope", "there is no such folder"), ("empty", "is not a run folder: it holds no config.yaml")]
+    ("name", "words"),
+    [
+        ("nope", "there is no such folder"),
+        ("empty", "is not a run folder: it holds no config.yaml"),
+        ("c.yaml", "is a file, not a run folder"),
+    ],
 )
 def test_resume_of_no_run_names_the_absolute_path(optune: Optune, folder: Path, name: str, words: str) -> None:
     (folder / "empty").mkdir()

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from optune.config.sections import ScheduleSection
 from tests.recipes.running import ROOT, write_inputs
 from tune_cli.main import main
+from tune_cli.verify_resume import _shorten_schedule
 
 LEAKY = ("seed=cfg.seed,", "seed=__import__('os').getpid(),")
 """Random numbers that belong to the process and not to the step."""
@@ -47,3 +49,20 @@ def test_a_cut_outside_the_run_is_refused(tmp_path: Path, capsys):
     words = ["verify-resume", "full_finetune", "--config", "tiny/full", "--steps", "4", "--cut", "4"]
     assert main(words) == 2
     assert "between step 1 and step 3" in capsys.readouterr().err
+
+
+def test_a_schedule_that_does_not_fit_is_shortened_and_said(capsys):
+    assert _shorten_schedule(ScheduleSection(warmup_steps=20), 6) == ["schedule.warmup_steps=3"]
+    assert "schedule.warmup_steps=3" in capsys.readouterr().err
+    both = ScheduleSection(name="wsd", warmup_steps=4, decay_steps=9)
+    assert _shorten_schedule(both, 6) == ["schedule.decay_steps=2"]
+    assert _shorten_schedule(ScheduleSection(warmup_steps=6), 6) == []
+    assert _shorten_schedule({"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 9}, 6) == []
+
+
+def test_a_config_that_the_run_refuses_is_no_difference(tmp_path: Path, capfd):
+    words = ["verify-resume", "full_finetune", "--config", "tiny/full", f"output_dir={tmp_path}/run"]
+    assert main([*words, f"model.path={tmp_path}/none"]) == 2
+    err = capfd.readouterr().err
+    assert f"{tmp_path}/none" in err
+    assert "error: verify-resume: the run was refused" in err
