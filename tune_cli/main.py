@@ -6,6 +6,7 @@ and `cp` need, imports torch or hydra. To add a command: one file with `run(argu
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -43,19 +44,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _replace_what_cannot_be_printed()
         with signals_unwind():
             code = _dispatch(words)
-        if sys.stdout is not None:  # closed by the shell: `>&-`
-            sys.stdout.flush()
+        _flush()
         return code
     except BrokenPipeError:
-        # The reader has seen enough. Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _silence()  # The reader has seen enough.
         return PIPE_CLOSED
     except KeyboardInterrupt as interrupt:
         return messages.report(interrupt, exit_code=TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED)
     except OptuneError as error:
         return messages.report(error, exit_code=error.exit_code)
     except Exception as error:
-        return messages.report(error, exit_code=1)
+        return messages.report(_name_full_output(error), exit_code=1)
+
+
+def _name_full_output(error: Exception) -> Exception:
+    """`error`, or in plain words that stdout, or another file without a name, has no room: `optune ls > /dev/full`."""
+    try:
+        _flush()
+    except OSError as full:
+        _silence()
+        return OptuneError(f"cannot be written: {full.strerror}", where="standard output")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        return OptuneError("what was to be written found no room: no space left on device", hint="free some room")
+    return error
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # closed by the shell: `>&-`
+        sys.stdout.flush()
+
+
+def _silence() -> None:
+    """Sends what is left for stdout nowhere: Python would complain once more when it closes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -139,6 +139,19 @@ def test_closed_stdout_is_no_error(shell: Callable[[str], Result]) -> None:
     assert shell("optune ls >&-") == Result(0, "", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    ("unbuffered", "words"), [("", "standard output: cannot be written: "), ("1", "found no room: ")]
+)
+def test_a_full_disk_behind_stdout_is_one_clear_error(shell, unbuffered: str, words: str) -> None:
+    result = shell(f"PYTHONUNBUFFERED={unbuffered} optune ls > /dev/full")
+    assert result.code == 1
+    assert result.err.count("error:") == 1
+    assert words in result.err
+    assert "not foreseen" not in result.err
+    assert "Exception ignored" not in result.err
+
+
 def test_closed_pipe_is_quiet(shell: Callable[[str], Result]) -> None:
     result = shell("for i in 1 2 3; do optune cat full_finetune; done | true")
     assert result.err == ""
