@@ -79,13 +79,13 @@ def test_scripts_and_shipped_names_that_pages_speak_of_exist(page: Path) -> None
 
 def test_command_table_of_the_readme_is_the_command_line() -> None:
     table = re.findall(r"^\| (`optune .*?) \|", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M)
-    documented = {command for row in table for command in re.findall(r"`optune (\w+)", row)}
-    modules = {path.stem for path in (ROOT / "tune_cli").glob("*.py")}
+    documented = {command for row in table for command in re.findall(r"`optune ([\w-]+)", row)}
+    modules = {path.stem.replace("_", "-") for path in (ROOT / "tune_cli").glob("*.py")}
     assert documented <= modules, "the table names a command that is not there"
     shown = subprocess.run(
         [sys.executable, "-m", "tune_cli.main", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    listed = set(re.findall(r"^  (\w+)\s", shown, flags=re.M)) & modules
+    listed = set(re.findall(r"^  ([\w-]+)\s", shown, flags=re.M)) & modules
     assert documented == listed
 
 

@@ -11,7 +11,7 @@ def run(words: list[str]) -> int:
     """Writes the folder, says on stderr what was done and how a merge was proved, and prints the folder."""
     parser = Parser(
         "export",
-        "CHECKPOINT DEST [--merge] [--base MODEL] [--dtype bf16|fp32]",
+        "CHECKPOINT DEST [--merge] [--base MODEL] [--dtype bf16|fp16|fp32]",
         "Writes a folder in Hugging Face layout that other tools load. CHECKPOINT is a checkpoint, a model, an\n"
         "adapter (also one that PEFT wrote) or a run folder. A merge compares logits before it is called done.",
     )
