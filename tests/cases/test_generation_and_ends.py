@@ -49,6 +49,17 @@ def test_generation_ends_at_the_end_of_a_turn_whatever_else_is_listed(learned: P
         assert (result.code, result.out) == (0, "ok\n"), result.err
 
 
+def test_generation_ends_at_the_end_that_the_template_writes_though_no_file_lists_it(place: Place) -> None:
+    """A48: as in base models that were taught to chat. The model knows how the talk would go on."""
+    place.write([turns("uaua", "w1", "ok", "w7", "w8")] * 3)
+    place.train(*LEARNED, "data.train_on=all", "output_dir=out")
+    for name, end in (("generation_config.json", 1), ("config.json", 1), ("tokenizer_config.json", "</s>")):
+        set_json(place.folder / "out/model" / name, **{"eos_token" if end == "</s>" else "eos_token_id": end})
+    spelled = ("--raw", "--prompt", "<s><turn>user\nw1<end>\n<turn>assistant\n")
+    assert "w7" in place.call("generate", "out", *spelled, *SAY).out
+    assert place.call("generate", "out", "--prompt", "w1", *SAY).out == "ok\n"
+
+
 def test_generation_ends_at_a_second_end_that_only_the_generation_config_lists(learned_other_end: Place) -> None:
     """A48."""
     generation = learned_other_end.folder / "out/model/generation_config.json"
