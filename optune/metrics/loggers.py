@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from optune.errors import ConfigError
+from optune.errors import ConfigError, OptuneError
 
 _SECRET = re.compile(r"(^|[._-])(tokens?|api[._-]?keys?|keys?|passwords?|passwd|secrets?|credentials?)$", re.IGNORECASE)
 _GROUPS = {"tokens_per_s": "speed", "step_s": "speed", "peak_memory_gib": "memory"}
@@ -95,16 +95,23 @@ class WandB:
         id_file = run_dir / "wandb-id.txt"
         if not (first_step and id_file.exists()):
             id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-        self._run = self._wandb.init(
-            **self._settings | {"name": self._settings["name"] or run_dir.name},
-            tags=self._tags,
-            dir=str(run_dir),
-            id=id_file.read_text(encoding="utf-8").strip(),
-            resume="allow",
-            config=_plain(hide_secrets(config)),
-            # The terminal and log.txt are ours: wandb neither prints to them nor records them.
-            settings=self._wandb.Settings(console="off", silent=True),
-        )
+        try:
+            self._run = self._wandb.init(
+                **self._settings | {"name": self._settings["name"] or run_dir.name},
+                tags=self._tags,
+                dir=str(run_dir),
+                id=id_file.read_text(encoding="utf-8").strip(),
+                resume="allow",
+                config=_plain(hide_secrets(config)),
+                # The terminal and log.txt are ours: wandb neither prints to them nor records them.
+                settings=self._wandb.Settings(console="off", silent=True),
+            )
+        except Exception as error:  # no network, no key, an entity that is not there: each a class of its own
+            raise OptuneError(
+                f"cannot start: {' '.join(str(error).split()) or type(error).__name__}",
+                where="loggers: WandB",
+                hint="`wandb login` stores a key; mode: offline needs neither key nor network",
+            ) from error
         # Steps of our own, so that a run which goes on from an older checkpoint may log them again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from optune.errors import ConfigError
+from optune.errors import ConfigError, OptuneError
 from optune.metrics import RunLog, TensorBoard, WandB
 from optune.metrics.loggers import hide_secrets, tag
 
@@ -77,6 +77,18 @@ def test_a_log_dir_that_cannot_be_written_is_refused_when_the_logger_is_made(tmp
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^loggers: TensorBoard: log_dir: cannot write to "):
         TensorBoard(log_dir=log_dir.format(file=tmp_path / "file"))
+
+
+def test_wandb_that_cannot_start_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: Any) -> None:
+        raise wandb.errors.UsageError("no API key configured.\n  Use wandb login")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(OptuneError, match=r"^loggers: WandB: cannot start: no API key configured. Use") as caught:
+        WandB().start(tmp_path, {}, 0)
+    assert "mode: offline" in str(caught.value.hint)
 
 
 def test_a_log_dir_is_checked_without_leaving_anything(tmp_path: Path) -> None:
