@@ -49,6 +49,10 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model"
 
+    def has_model_of(self, checkpoint: Path) -> bool:
+        """Whether `model/` holds the weights of `checkpoint`."""
+        return self.model.is_dir() and _weights(self.model) == _weights(checkpoint)
+
     def publish_model(self, checkpoint: Path) -> Path:
         """Make `model/` from the model files of `checkpoint`: all but its `optune/`.
 
@@ -99,6 +103,10 @@ class RunFolder:
         elif error is not None:
             self._tee.log_only("".join(traceback.format_exception(error)))
         self.close()
+
+
+def _weights(folder: Path) -> dict[str, str]:
+    return {path.name: files.hash_file(path) for path in folder.glob("*.safetensors")}
 
 
 Resume = bool | str | None

@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,10 +188,13 @@ class Session:
     def publish(self) -> None:
         """Waits for the last checkpoint and, where the run is complete, makes the result of it."""
         newest = self._saver.wait() or self._resume_from
-        where: dict[str, object] = {"saving": self._describe_saving()}
+        written_s = [report.write_s for report in self._saver.reports]
+        where: dict[str, object] = {"saving": metrics.describe_saves(written_s, self._stalls_s)}
         where |= {"checkpoint": newest, "run folder": self._folder.path}
         if newest is not None and self.is_over:
-            where["model"] = self._folder.publish_model(newest)
+            # A process may have died between its last save and here; a result that is there may have been edited.
+            is_made = self.step == self._first_step and self._folder.has_model_of(newest)
+            where["model"] = self._folder.model if is_made else self._folder.publish_model(newest)
         if not self.is_over or self.owes_validation:
             where["go on"] = f"optune resume {self._folder.path}"
         if self.step == self._first_step:
@@ -201,18 +203,6 @@ class Session:
             title = nothing if self.is_over else f"left before step {self.step + 1} of {self._total_steps}"
             self._log.say(metrics.format_fields(title, where | more))
         self._log.finish(where, how="finished" if self.is_over else "stopped")
-
-    def _describe_saving(self) -> str | None:
-        """`4 checkpoints, written in up to 0.61 s; training stood still for up to 0.02 s at a save, 0.05 s in all`."""
-        count = len(self._saver.reports)
-        if not count:
-            return None
-        written = max(report.write_s for report in self._saver.reports)
-        text = f"{count} checkpoint{'' if count == 1 else 's'}, written in up to {written:.2f} s"
-        if not self._stalls_s:
-            return text
-        stalled = f"training stood still for up to {max(self._stalls_s):.2f} s at a save, {sum(self._stalls_s):.2f} s"
-        return f"{text}; {stalled} in all"
 
 
 class _LeaveValidation(Exception):  # noqa: N818 (a message between two methods, not a failure)
@@ -276,17 +266,15 @@ def start(
         for note in notes:
             say(note)
         parameters = dict(model.named_parameters())
-        room = _check_room(
+        room = checkpoint.rehearse(
             folder.path,
-            resume_from,
-            rehearse=partial(
-                checkpoint.rehearse,
-                write_model=lambda path: write_model(model_tensors, path),
-                optimizer=optimizer,
-                named_parameters=parameters,
-            ),
+            write_model=lambda path: write_model(model_tensors, path),
+            optimizer=optimizer,
+            named_parameters=parameters,
             keep_last=keep_last,
+            keep_best=True,
             saves=math.ceil((total_steps - progress["step"]) / (save_every_steps or total_steps)),
+            resume_from=resume_from,
         )
         saver = checkpoint.Saver(
             folder.path,
@@ -311,7 +299,8 @@ def start(
         )
         stack.enter_context(log)
         tried = f"; one was tried in {room.write_s:.1f} s" if room.write_s else ""
-        log.start("run", {**summary, "checkpoints": f"{room}{tried}", "output": folder.path})
+        checkpoints = f"{room}{tried}" if progress["step"] < total_steps else None
+        log.start("run", {**summary, "checkpoints": checkpoints, "output": folder.path})
         run = Session(
             folder,
             log,
@@ -327,18 +316,3 @@ def start(
         )
         yield run
         run.publish()
-
-
-def _check_room(
-    run_dir: Path,
-    resume_from: Path | None,
-    *,
-    rehearse: Callable[..., checkpoint.Rehearsal],
-    keep_last: int | None,
-    saves: int,
-) -> checkpoint.Rehearsal:
-    """A run must not die at its first save, hours from here: a fresh one tries it, one that goes on counts the room."""
-    if resume_from is None:
-        return rehearse(run_dir, keep_last=keep_last, keep_best=True, saves=saves)
-    size = checkpoint.count_bytes(resume_from)
-    return checkpoint.check_room(run_dir, size, keep_last=keep_last, keep_best=True, saves=saves)

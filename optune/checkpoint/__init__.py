@@ -13,7 +13,7 @@
 from optune.checkpoint.background import Saver, SaveReport
 from optune.checkpoint.comparing import compare
 from optune.checkpoint.folders import find, list_checkpoints, prune, resolve, set_aside_newer
-from optune.checkpoint.manifest import check, count_bytes, verify
+from optune.checkpoint.manifest import check, verify
 from optune.checkpoint.optimizer_state import load_optimizer
 from optune.checkpoint.progress import (
     Difference,
@@ -23,7 +23,7 @@ from optune.checkpoint.progress import (
     read_progress,
     refuse_changes,
 )
-from optune.checkpoint.rehearsal import Rehearsal, check_room, rehearse
+from optune.checkpoint.rehearsal import Rehearsal, rehearse
 from optune.checkpoint.writing import count_nonfinite, save
 
 __all__ = [
@@ -32,11 +32,9 @@ __all__ = [
     "SaveReport",
     "Saver",
     "check",
-    "check_room",
     "compare",
     "compare_fingerprints",
     "compare_versions",
-    "count_bytes",
     "count_nonfinite",
     "find",
     "list_checkpoints",

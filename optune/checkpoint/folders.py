@@ -74,6 +74,12 @@ def resolve(resume: str | Path | None, run_dir: str | Path, *, say: Say = say_on
         if newest is None:
             raise CheckpointError(f"{folder.absolute()} holds no checkpoint", where="resume")
         return newest
+    if not (folder / "optune").is_dir():
+        raise ConfigError(
+            f"{folder.absolute()} is no checkpoint that a run can go on from: it has no folder optune/",
+            where="resume",
+            hint=f"to begin a new run with these weights: model.path={folder}",
+        )
     verify(folder)
     return folder
 

@@ -136,7 +136,8 @@ def load_optimizer(
                 raise CheckpointError(
                     "the optimizer state does not fit this run:\n  " + "\n  ".join(faults),
                     where=str(folder),
-                    hint="the model, the adapters or the optimizer are not those that the checkpoint was made with",
+                    hint="the model, the adapters or the optimizer are not those that the checkpoint was made with; "
+                    f"to begin a new run with its weights alone: model.path={folder}",
                 )
             for group, saved in zip(optimizer.param_groups, rest["groups"], strict=True):
                 _restore_settings(group, saved["settings"], stored, keep)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from optune import files
 from optune.checkpoint.folders import clear_leftovers, list_checkpoints
-from optune.checkpoint.manifest import check
+from optune.checkpoint.manifest import check, count_bytes
 from optune.checkpoint.optimizer_state import Parameters, pack_optimizer
 from optune.checkpoint.writing import write_folder
 from optune.errors import CheckpointError
@@ -45,8 +45,12 @@ def rehearse(
     keep_last: int | None = 2,
     keep_best: bool = False,
     saves: int = 1,
+    resume_from: Path | None = None,
 ) -> Rehearsal:
     """Write a checkpoint aside, check it, remove it, and compare what the run will need with what the disk has.
+
+    A run must not die at its first save, hours from here. One that goes on from the checkpoint `resume_from` has saved
+    before: nothing is written then, and the new ones will be as large as that.
 
     State that the optimizer makes at its first step is estimated from a step on a parameter of 256 values. `saves` is
     how many checkpoints the run will write; the most that stand side by side are `keep_last`, one more while it is
@@ -54,6 +58,8 @@ def rehearse(
 
     Raises `CheckpointError` when a checkpoint cannot be written or the disk is too small.
     """
+    if resume_from is not None:
+        return _check_room(run_dir, count_bytes(resume_from), keep_last, keep_best, saves)
     rest, state = pack_optimizer(optimizer, named_parameters)
     aside = run_dir / "checkpoints" / f"{files.ASIDE}rehearsal"
     start = time.perf_counter()
@@ -75,20 +81,13 @@ def rehearse(
         raise CheckpointError(f"what was written cannot be read back: {'; '.join(faults)}", where=str(aside.parent))
     seconds = time.perf_counter() - start
     size += estimate_state_bytes(optimizer)
-    return check_room(run_dir, size, keep_last=keep_last, keep_best=keep_best, saves=saves, write_s=seconds)
+    return _check_room(run_dir, size, keep_last, keep_best, saves, seconds)
 
 
-def check_room(
-    run_dir: Path,
-    size: int,
-    *,
-    keep_last: int | None = 2,
-    keep_best: bool = False,
-    saves: int = 1,
-    write_s: float = 0.0,
+def _check_room(
+    run_dir: Path, size: int, keep_last: int | None, keep_best: bool, saves: int, write_s: float = 0.0
 ) -> Rehearsal:
-    """Compare what checkpoints of `size` bytes will need with what the disk has; see `rehearse`, which is given the
-    same. Raises `CheckpointError` when the disk is too small."""
+    """Compare what checkpoints of `size` bytes will need with what the disk has."""
     most = saves if keep_last is None else min(saves, keep_last + 1 + keep_best)
     present = len(list_checkpoints(run_dir))
     # Where old ones are pruned, those that are there already make room for new ones.

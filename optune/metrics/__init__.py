@@ -9,7 +9,7 @@ from optune.metrics.measure import peak_memory_gib
 from optune.metrics.metrics_file import read_metrics
 from optune.metrics.plots import draw_plot
 from optune.metrics.run_log import RunLog
-from optune.metrics.summary import describe_parameters, describe_rows, describe_steps, format_fields
+from optune.metrics.summary import describe_parameters, describe_rows, describe_saves, describe_steps, format_fields
 
 __all__ = [
     "Logger",
@@ -18,6 +18,7 @@ __all__ = [
     "WandB",
     "describe_parameters",
     "describe_rows",
+    "describe_saves",
     "describe_steps",
     "draw_plot",
     "format_fields",

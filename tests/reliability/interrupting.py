@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ device: cpu
 
     def straight(self, *overrides: str, recipe: str = "full_finetune") -> Finished:
         """The run that nothing happens to; made once for the same overrides."""
-        name = "straight-" + "-".join([recipe, *overrides]).translate(str.maketrans("{}/ :=.", "-------"))
+        name = "straight-" + re.sub(r"\W+", "-", "-".join([recipe, *overrides])).strip("-")
         if not (self.folder / name).exists():
             result = self.run(name, *overrides, recipe=recipe)
             assert result.code == 0, result.err
