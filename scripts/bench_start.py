@@ -22,8 +22,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 RECORD = "OPTUNE_BENCH_START_RECORD"
+SMALL = 1_000_000
+"""Trained values; an optimizer with fewer is a trial."""
 
 
 def seconds_since_start() -> float:
@@ -36,7 +39,10 @@ def be_the_tool(record: Path, words: list[str]) -> None:
     """Runs a script or module as the program and notes when its optimizer has made its first step."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def first_step(*_: object) -> None:
+    def first_step(optimizer: Any, *_: object) -> None:
+        # A tool may try an optimizer on something small first; that is not the step that is asked for.
+        if sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"]) < SMALL:
+            return
         record.write_text(json.dumps(seconds_since_start()))
         os._exit(0)
 
