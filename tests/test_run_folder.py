@@ -161,7 +161,7 @@ def test_a_file_in_the_way_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match="is a file"):
         check_output(tmp_path / "run")
-    with pytest.raises(ConfigError, match="cannot be made: .*run is a file"):
+    with pytest.raises(ConfigError, match=r"cannot be made: .*run is a file"):
         check_output(tmp_path / "run" / "deeper")
 
 
