@@ -272,7 +272,7 @@ def start(
             optimizer=optimizer,
             named_parameters=parameters,
             keep_last=keep_last,
-            keep_best=True,
+            keep_best=identity["config"]["data"]["validation"] is not None,
             saves=math.ceil((total_steps - progress["step"]) / (save_every_steps or total_steps)),
             resume_from=resume_from,
         )

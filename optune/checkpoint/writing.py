@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import math
+import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -95,10 +97,13 @@ def write_folder(
 
 
 def _write_error(run_dir: Path, target: Path, error: Exception) -> CheckpointError:
-    cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    number = getattr(error, "errno", None)
+    if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors writes in Rust
+        number = int(found[1])
+    cause = os.strerror(number) if number else str(error)
     earlier = [folder.name for folder in list_checkpoints(run_dir) if folder != target]
     hint = f"earlier checkpoints are as they were ({', '.join(earlier)})" if earlier else "there is no earlier one"
-    if getattr(error, "errno", None) in _FULL or any(f"os error {number}" in str(error) for number in _FULL):
+    if number in _FULL:
         free = files.format_bytes(shutil.disk_usage(run_dir).free)
         hint = f"{free} are free there; make room, or lower checkpoint.keep_last; {hint}"
     return CheckpointError(f"the checkpoint could not be written: {cause}", where=str(target), hint=hint)
