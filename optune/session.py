@@ -50,6 +50,7 @@ class Session:
         total_steps: int,
         time_limit: TimeLimit,
         save_s: float,
+        saves_ahead: bool,
         resume_from: Path | None,
         progress: dict[str, Any],
     ) -> None:
@@ -58,6 +59,7 @@ class Session:
         self._folder, self._log, self._saver, self._requests = folder, log, saver, requests
         self._optimizer, self._epoch_at, self._total_steps = optimizer, epoch_at, total_steps
         self._time_limit, self._save_s, self._longest_s = time_limit, save_s, 0.0
+        self._saves_ahead = saves_ahead
         self._resume_from, self._first_step = resume_from, self.step
         self._progress = progress
         self._saved_step = self.step
@@ -88,6 +90,8 @@ class Session:
             started = time.monotonic()
             yield self.step
             self._saver.check()
+            if self._saves_ahead and self.step == self._first_step + 1:
+                self._saver.reserve()
             self._longest_s = max(self._longest_s, time.monotonic() - started)
             if self._requests.take_save():
                 self._log.say(f"SIGUSR1: saving after step {self.step}")
@@ -311,6 +315,7 @@ def start(
             total_steps=total_steps,
             time_limit=time_limit,
             save_s=room.write_s,
+            saves_ahead=save_every_steps is not None and save_every_steps < total_steps,
             resume_from=resume_from,
             progress=progress,
         )

@@ -12,6 +12,8 @@ state, metrics and counters are compared bit for bit with those of an undisturbe
 - time: SIGKILL from outside after a random time;
 - stop: SIGTERM after a random time, which is no death: it saves, and leaves with 143.
 
+With --sweep, instead of dice: one run of two steps is killed before each such call in turn, from its first to its last.
+
 Each process is forked from one that has imported everything, so that five hundred deaths take minutes. Dice depend on
 the seed alone; what a run does between two rolls also depends on the machine's clock. Prints one line of JSON a death,
 and a summary. Exits with 1 when anything was lost or differs.
@@ -176,7 +178,7 @@ def read_end(run_dir: Path) -> dict[str, Any]:
         "metrics": [{key: value for key, value in line.items() if key not in CLOCK} for line in lines],
         "progress": {key: value for key, value in progress.items() if key != "saved_at"},
         "tensors": {str(path.relative_to(run_dir)): files.hash_file(path) for path in sorted(tensors)},
-        "checkpoints": [folder.name for folder in checkpoint.list_checkpoints(run_dir)],
+        "newest": newest.name,
         "not_whole": [folder.name for folder in checkpoint.list_checkpoints(run_dir) if checkpoint.check(folder)],
         "leftovers": sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob(f"{files.ASIDE}*")),
     }
@@ -244,6 +246,12 @@ def play(name: str, first: list[str], run_dir: Path, straight: Straight, dice: r
         saved, words = max(saved, now), next_words(dice, first, run_dir)
         if code == 0:
             break
+    finish(name, words, run_dir, straight, totals)
+
+
+def finish(name: str, words: list[str], run_dir: Path, straight: Straight, totals: Totals) -> None:
+    """Lets a run end, and compares; where all is well, nothing stays of it."""
+    log = run_dir.with_suffix(".log")
     code = attempt(words, run_dir, Plan(), log)
     if code:
         totals.lost.append(f"{run_dir.name}: did not end: exit code {code}, see {log}")
@@ -256,6 +264,27 @@ def play(name: str, first: list[str], run_dir: Path, straight: Straight, dice: r
     else:
         shutil.rmtree(run_dir)
         log.unlink()
+
+
+def sweep(folder: Path, totals: Totals) -> int:
+    """Dies before each event of a short run in turn; how many runs that were."""
+    name, words = next(prepare(folder))
+    short = [*words(folder / "short"), "max_steps=2", "validation_every_steps=1"]
+    straight = run_straight(short, folder / "short")
+    number, died = 0, True
+    while died:
+        number += 1
+        run_dir = folder / f"event-{number}"
+        first = [word.replace(str(folder / "short"), str(run_dir)) for word in short]
+        died = attempt(first, run_dir, Plan("event", number), run_dir.with_suffix(".log")) == -signal.SIGKILL
+        if died:
+            moment = name_moment(run_dir, 0)
+            totals.deaths["event"] += 1
+            totals.moments[moment] += 1
+            print(json.dumps({"run": run_dir.name, "died": True, "moment": moment}), flush=True)
+            words_on = ["resume", str(run_dir)] if (run_dir / "config.yaml").exists() else first
+            finish(name, words_on, run_dir, straight, totals)
+    return number - 1
 
 
 def run_straight(first: list[str], run_dir: Path) -> Straight:
@@ -298,21 +327,15 @@ def prepare(folder: Path) -> Iterator[tuple[str, Callable[[Path], list[str]]]]:
         yield name, lambda run_dir, fixed=fixed: [*fixed, f"output_dir={run_dir}"]
 
 
-def kill_runs(folder: Path, kills: int, seed: int) -> int:
+def kill_runs(folder: Path, kills: int | None, seed: int) -> int:
+    """`kills` None sweeps. Returns the exit code."""
     os.chdir(folder)
     torch.set_num_threads(1)
     began = time.perf_counter()
     totals = Totals()
-    setups = [(name, words, run_straight(words(folder / name), folder / name)) for name, words in prepare(folder)]
-    number = 0
-    while sum(totals.deaths.values()) < kills:
-        name, words, straight = setups[number % len(setups)]
-        run_dir = folder / f"run-{number}"
-        dice = random.Random(int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:8], "big"))
-        play(name, words(run_dir), run_dir, straight, dice, totals)
-        number += 1
+    number = sweep(folder, totals) if kills is None else roll_on(folder, kills, seed, totals)
     summary = {
-        "seed": seed,
+        "seed": None if kills is None else seed,
         "deaths": sum(totals.deaths.values()),
         "by kind": dict(totals.deaths),
         "by moment": dict(totals.moments),
@@ -326,15 +349,30 @@ def kill_runs(folder: Path, kills: int, seed: int) -> int:
     return 1 if totals.lost or totals.unequal else 0
 
 
+def roll_on(folder: Path, kills: int, seed: int, totals: Totals) -> int:
+    """Plays runs until so many processes have died; how many runs that were."""
+    setups = [(name, words, run_straight(words(folder / name), folder / name)) for name, words in prepare(folder)]
+    number = 0
+    while sum(totals.deaths.values()) < kills:
+        name, words, straight = setups[number % len(setups)]
+        run_dir = folder / f"run-{number}"
+        dice = random.Random(int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:8], "big"))
+        play(name, words(run_dir), run_dir, straight, dice, totals)
+        number += 1
+    return number
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=20250)
     parser.add_argument("--folder", type=Path, help="where the runs live, and stay where something is wrong")
+    parser.add_argument("--sweep", action="store_true", help="die before every event of one run, in turn")
     options = parser.parse_args()
+    kills = None if options.sweep else options.kills
     if options.folder:
         options.folder.mkdir(parents=True)
-        sys.exit(kill_runs(options.folder.absolute(), options.kills, options.seed))
+        sys.exit(kill_runs(options.folder.absolute(), kills, options.seed))
     # In memory where there is such a place: a kill does not ask whether the disk has it, and syncing takes long.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as temporary:
-        sys.exit(kill_runs(Path(temporary), options.kills, options.seed))
+        sys.exit(kill_runs(Path(temporary), kills, options.seed))

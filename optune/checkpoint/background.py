@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -85,6 +86,25 @@ class Saver:
         self._error: BaseException | None = None
         self.reports: list[SaveReport] = []
 
+    def reserve(self) -> None:
+        """Take the memory of the copies ahead of the first save, in the background. Call it after a step, when the
+        optimizer's state is there, and only where a save in the background will follow."""
+        if self._background and not self._buffers and self._thread is None:
+            live = self._collect()[1]
+            if sum(tensor.nbytes for tensor in live.values()) < psutil.virtual_memory().available:
+                self._thread = threading.Thread(target=self._reserve, args=(live,), name="optune-reserve", daemon=True)
+                self._thread.start()
+
+    def _reserve(self, live: Mapping[str, Tensor]) -> None:
+        with contextlib.suppress(RuntimeError):  # No memory after all: the save itself will say so.
+            # Training may change a tensor while it is read: these values are never used.
+            self._buffers = copy_to_host(live)
+
+    def _collect(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The optimizer's values that are no tensors, and all tensors, the model's under `model/…`."""
+        rest, state = pack_optimizer(self._optimizer, self._parameters)
+        return rest, {f"model/{name}": tensor for name, tensor in self._model_tensors.items()} | state
+
     def save(self, step: int, progress: Mapping[str, Any], *, is_last: bool = False) -> SaveReport:
         """Save the run as it is after `step`. Raises `CheckpointError`, also for an earlier save in the background.
 
@@ -93,20 +113,18 @@ class Saver:
         start = time.perf_counter()
         self.wait()
         refuse_nonfinite(self._run_dir, step, self._parameters, self._known_nonfinite)
-        rest, state = pack_optimizer(self._optimizer, self._parameters)
-        model = self._model_tensors
+        rest, tensors = self._collect()
         report = SaveReport(step)
         self.reports.append(report)
-        size = sum(tensor.nbytes for tensor in (*state.values(), *model.values()))
+        size = sum(tensor.nbytes for tensor in tensors.values())
         in_background = self._background and not is_last and self._has_room(size)
         if in_background:
-            live = {f"model/{name}": tensor for name, tensor in model.items()} | state
-            self._buffers = copy_to_host(live, self._buffers)
-            model = {name: self._buffers[f"model/{name}"] for name in model}
-            state = {name: self._buffers[name] for name in state}
+            self._buffers = copy_to_host(tensors, self._buffers)
+            tensors = {name: self._buffers[name] for name in tensors}
             report.copied_bytes = size
+        model = {name: tensors.pop(f"model/{name}") for name in self._model_tensors}
         # The thread must not see later changes of the caller's dictionary.
-        arguments = (report, model, rest, state, dict(progress))
+        arguments = (report, model, rest, tensors, dict(progress))
         if in_background:
             # Not a daemon: a program that ends by an error still finishes its checkpoint.
             self._thread = threading.Thread(target=self._write, args=arguments, name="optune-save")
@@ -143,6 +161,11 @@ class Saver:
         except BaseException as error:
             self._error = error
         report.write_s = time.perf_counter() - start
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
         """Raise what went wrong in a save that has ended. Costs nothing: call it at every step."""

@@ -224,3 +224,18 @@ def test_progress_may_change_after_the_save(tmp_path: Path) -> None:
         gate.opened.set()
     assert checkpoint.read_progress(tmp_path / "checkpoints/step-000001")["epoch"] == 1.0
     assert load_file(tmp_path / "checkpoints/step-000001/model.safetensors")
+
+
+def test_memory_reserved_ahead_is_what_the_first_save_copies_into(tmp_path: Path) -> None:
+    model = runs.Net()
+    optimizer = runs.adamw(model)
+    runs.train(model, optimizer, range(1, 2))
+    with make_saver(tmp_path, model, optimizer) as saver:
+        saver.reserve()
+        runs.train(model, optimizer, range(2, 3))
+        saver.wait()
+        reserved = {name: tensor.data_ptr() for name, tensor in saver._buffers.items()}
+        saver.save(2, {})
+        saver.wait()
+        assert {name: tensor.data_ptr() for name, tensor in saver._buffers.items()} == reserved
+    runs.assert_same_bits((model, optimizer), runs.load(tmp_path / "checkpoints/step-000002"))
