@@ -187,7 +187,9 @@ class Session:
         if not is_last:
             self._stalls_s.append(time.perf_counter() - started)
             copied = f"{files.format_bytes(report.copied_bytes)} copied" if report.copied_bytes else "nothing copied"
-            self._log.note(f"saving after step {self.step} held training up for {self._stalls_s[-1]:.3f} s, {copied}")
+            waited = f", {report.waited_s:.3f} s of it for the save before" if report.waited_s > 0.01 else ""
+            held_s = self._stalls_s[-1]
+            self._log.note(f"saving after step {self.step} held training up for {held_s:.3f} s{waited}, {copied}")
 
     def publish(self) -> None:
         """Waits for the last checkpoint and, where the run is complete, makes the result of it."""

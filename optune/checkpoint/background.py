@@ -23,13 +23,15 @@ from optune.checkpoint.writing import count_nonfinite, refuse_nonfinite, write_c
 
 @dataclass
 class SaveReport:
-    """One save. `stall_s`: how long training stood still. `write_s`: how long the disk took; 0 until it is done.
+    """One save. `stall_s`: how long training stood still, `waited_s` of it for the save before. `write_s`: how long the
+    disk took; 0 until it is done.
 
     `copied_bytes`: size of the copy in host memory; 0 when training waited for the disk.
     """
 
     step: int
     stall_s: float = 0.0
+    waited_s: float = 0.0
     write_s: float = 0.0
     copied_bytes: int = 0
     path: Path | None = None
@@ -112,9 +114,10 @@ class Saver:
         """
         start = time.perf_counter()
         self.wait()
+        waited_s = time.perf_counter() - start
         refuse_nonfinite(self._run_dir, step, self._parameters, self._known_nonfinite)
         rest, tensors = self._collect()
-        report = SaveReport(step)
+        report = SaveReport(step, waited_s=waited_s)
         self.reports.append(report)
         size = sum(tensor.nbytes for tensor in tensors.values())
         in_background = self._background and not is_last and self._has_room(size)
