@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -323,3 +324,17 @@ def test_a_checkpoint_of_the_other_recipe_is_refused(place: Place) -> None:
         assert result.code == 2
         assert "adapter" in result.errors[0]
         assert not (place.folder / "refused").exists()
+
+
+def test_how_long_each_save_held_training_up_stands_in_the_log_and_the_sum_at_the_end(
+    place: Place, tmp_path: Path
+) -> None:
+    words = ("run", "full_finetune", "--config", str(place.config), f"output_dir={tmp_path / 'run'}")
+    shown = place.call(*words, EVERY_STEP)
+    stalls = re.findall(
+        r"saving after step (\d+) held training up for \d\.\d{3} s.*, \d+\.\d KiB copied",
+        (tmp_path / "run" / "log.txt").read_text(),
+    )
+    assert stalls == [str(step) for step in range(1, 12)]  # nothing goes on after the last one
+    assert "held training up" not in shown.err
+    assert re.search(r"saving +12 checkpoints, written in up to \d\.\d\d s; training stood still", shown.err)

@@ -186,8 +186,8 @@ def test_a_process_is_stopped_and_resumed_from_outside(place: Place) -> None:
     """As a person does it: `kill PID`, `optune resume`, and the steps are those of the run that was left alone."""
     run_dir = place.folder / "process"
     # More steps than there is time for: the signal comes in the middle, wherever that is.
-    long = ["epochs=2000", "validation_every_steps=null"]
-    process = start("run", "full_finetune", "--config", str(place.config), f"output_dir={run_dir}", *long)
+    settings = ["epochs=2000", "validation_every_steps=null", "schedule={name: constant, warmup_steps: 0}"]
+    process = start("run", "full_finetune", "--config", str(place.config), f"output_dir={run_dir}", *settings)
     wait_for_steps(process, run_dir, 3)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
@@ -195,9 +195,10 @@ def test_a_process_is_stopped_and_resumed_from_outside(place: Place) -> None:
     (saved,) = names(run_dir)
     step = int(saved.removeprefix("step-"))
     assert json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"] == step
-    resumed = start("resume", str(run_dir), f"max_steps={step + 5}", "--allow-change", "schedule")
+    resumed = start("resume", str(run_dir), f"max_steps={step + 5}")
     _, err = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, err
+    assert_same_end(place.finished("process"), place.straight(*settings, f"max_steps={step + 5}"))
 
 
 HANG = """
