@@ -65,7 +65,7 @@ def comparable(finished: Finished) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stepper", "feature"), CASES, ids="-".join)
+@pytest.mark.parametrize(("stepper", "feature"), CASES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_resumed_after_any_step_is_the_uninterrupted_run(recipe, stepper, feature, config, tmp_path: Path):
     overrides = [*STEPPERS[stepper], *FEATURES[feature], *DROPOUT.get(recipe, [])]
