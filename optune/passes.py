@@ -25,6 +25,7 @@ from torch import Tensor
 
 from optune.loss import Loss
 from optune.optim import Stepper
+from optune.optim.kinds import is_compiled
 from optune.types import Microbatch
 
 _RandomState = tuple[Tensor, ...]
@@ -59,8 +60,8 @@ class Work:
     def keeps_forward(self) -> bool:
         """Whether one forward serves all passes: with a single microbatch, and blocks whose graph can be run again
         (compiled ones give their buffers away)."""
-        is_compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.model.blocks)
-        return self.stepper.passes > 1 and len(self.microbatches) == 1 and not is_compiled
+        is_single = self.stepper.passes > 1 and len(self.microbatches) == 1
+        return is_single and not any(map(is_compiled, self.model.blocks))
 
 
 def depth_first(work: Work, pass_index: int) -> list[Tensor]:

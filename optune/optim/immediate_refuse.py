@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from optune.errors import ConfigError
 from optune.optim.immediate_parts import Slot, reason_hidden, slots_of
 from optune.optim.immediate_read import Call, Reader
+from optune.optim.kinds import is_compiled, is_sharded
 
 SETTING = "optimizer_step"
 
@@ -179,7 +179,7 @@ def refuse_model(model: nn.Module) -> None:
                 where=SETTING,
                 hint="give the plain module, and the mean over ranks as reduce=",
             )
-        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+        if is_compiled(module):
             raise ConfigError(
                 f"immediate must see every function that gets a parameter, and {where} is compiled, which hides them",
                 where=SETTING,
@@ -200,7 +200,7 @@ def refuse_unfit(slots: Sequence[Slot]) -> None:
 
 
 def _unfit(parameter: Tensor) -> str | None:
-    if isinstance(parameter, DTensor):
+    if is_sharded(parameter):
         return "it is sharded, and its gradient would be reduced outside of the mode"
     if type(parameter) is not nn.Parameter:
         return f"it is a {type(parameter).__name__}, a tensor with rules of its own"

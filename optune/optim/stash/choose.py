@@ -11,7 +11,7 @@ from optune.errors import ConfigError
 from optune.optim.buckets import Bucket
 from optune.optim.stash.alias import AliasStash
 from optune.optim.stash.base import HoldStash, NoStash, Stash
-from optune.optim.stash.factored import FactoredStash, find_layers, is_compiled
+from optune.optim.stash.factored import FactoredStash, find_layers, has_compiled_part
 from optune.optim.stash.host import HostStash, make_mover
 from optune.optim.stash.two_pass import TwoPassStash
 from optune.optim.stepper import SkipCounter
@@ -86,7 +86,7 @@ def choose_policy(model: nn.Module, update: Update, *, expected_tokens: int | No
     aliased = sum(entry.weight.nbytes for entry in update.entries if entry.has_master)
     if aliased > 0.5 * total:
         return Choice("alias", "fp32 masters are kept, so working weights can hold their gradients for no memory")
-    if expected_tokens is not None and processes == 1 and not is_compiled(model):
+    if expected_tokens is not None and processes == 1 and not has_compiled_part(model):
         held = factored_bytes(model, update, expected_tokens)
         if held <= WORTHWHILE * total:
             return Choice(

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from optune.errors import ConfigError
 from optune.optim.buckets import Bucket, Entry
+from optune.optim.kinds import is_compiled
 from optune.optim.stash.base import Stash
 from optune.optim.stash.factors import EmbeddingFactors, LinearFactors, gram_norms, is_gram_cheaper
 from optune.optim.stepper import SkipCounter
@@ -215,7 +216,7 @@ class _FactoredEmbedding(torch.autograd.Function):
 
 def refuse_compiled(model: nn.Module) -> None:
     """Raises `ConfigError` for a compiled model: nothing in it calls the modules whose inputs are wanted."""
-    if is_compiled(model):
+    if has_compiled_part(model):
         raise ConfigError(
             "factored replaces the forward of linear layers, which a compiled block does not call",
             where="gradient_stash",
@@ -223,13 +224,9 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def is_compiled(model: nn.Module) -> bool:
+def has_compiled_part(model: nn.Module) -> bool:
     """True when `model` or a part of it was compiled in place or wrapped."""
-    compiled = torch._dynamo.eval_frame.OptimizedModule
-    return any(
-        isinstance(module, compiled) or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+    return any(map(is_compiled, model.modules()))
 
 
 def find_layers(model: nn.Module, entries: Sequence[Entry]) -> list[Layer]:

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from optune.optim.buckets import Bucket, Entry
+from optune.optim.kinds import is_sharded
 from optune.optim.stash.base import Stash
 from optune.optim.stepper import SkipCounter
 from optune.optim.update import Update
@@ -84,7 +84,7 @@ class HostStash(Stash):
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def make_mover(device: torch.device) -> Mover:
