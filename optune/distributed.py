@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,15 +19,6 @@ class Processes:
     device: torch.device
     rank: int = 0
     world_size: int = 1
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process prints and writes."""
-        return self.rank == 0
-
-    def sum_over_ranks(self, numbers: Sequence[float]) -> list[float]:
-        """Each of `numbers` added over all processes."""
-        return list(numbers)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,6 @@ COUNTERS = {
     "owes_validation": False,
 }  # fmt: skip
 """What a run carries along beside its tensors, and where it begins."""
-
-
-def say(message: str) -> None:
-    """A line for people: stderr, and with it the run's log.txt."""
-    sys.stderr.write(f"{message}\n")
 
 
 def make_fingerprint(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from optune import checkpoint, files, metrics, optim, resuming, run_folder
 from optune.errors import TrainingError
-from optune.resuming import say
 from optune.signals import Requests
 from optune.start_summary import show, summarize
 from optune.time_limit import TimeLimit
@@ -270,7 +269,7 @@ def start(
         folder = stack.enter_context(run_folder.open_run(output_dir, config_yaml, resume=resume))
         requests = stack.enter_context(Requests())
         for note in notes:
-            say(note)
+            checkpoint.say_on_stderr(note)  # and so to log.txt
         parameters = dict(model.named_parameters())
         room = checkpoint.rehearse(
             folder.path,
@@ -290,7 +289,6 @@ def start(
             named_parameters=parameters,
             keep_last=keep_last,
             first_step=progress["step"],
-            say=say,
         )
         stack.enter_context(saver)
         log = metrics.RunLog(

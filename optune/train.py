@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +25,11 @@ from optune.optim import Stepper
 from optune.passes import Work, breadth_first, depth_first
 from optune.types import Microbatch
 
-SumOverRanks = Callable[[Sequence[float]], list[float]]
-"""Adds each number over all processes."""
-
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did: `loss` is the mean over its targets (all microbatches, all ranks), `grad_norm` the global norm
-    before clipping, None where the mode cannot know it; `skipped` says that the gradient was not finite. `rows`,
-    `targets` and `tokens` (without padding) are those of all ranks."""
+    """What one step did: `loss` is the mean over the targets of all its microbatches, `grad_norm` the global norm
+    before clipping, `skipped` says that the gradient was not finite; `tokens` are counted without padding."""
 
     loss: float
     rows: int
@@ -60,7 +56,6 @@ def train_step(
     step: int,
     rank: int = 0,
     accumulation: str = "depth_first",
-    sum_over_ranks: SumOverRanks = list,
 ) -> StepResult:
     """One update of `model` from `microbatches` (this rank's part of the step), and what it did.
 
@@ -69,13 +64,7 @@ def train_step(
     """
     device = next(model.parameters()).device
     model.train()
-    num_targets, num_tokens, num_rows = sum_over_ranks(
-        [
-            sum(microbatch.count_targets() for microbatch in microbatches),
-            sum(microbatch.num_tokens for microbatch in microbatches),
-            sum(len(microbatch.rows) for microbatch in microbatches),
-        ]
-    )
+    num_targets = sum(microbatch.count_targets() for microbatch in microbatches)
     if num_targets == 0:
         raise TrainingError(
             f"step {step + 1} has no target: {_name_rows(microbatches)}",
@@ -87,12 +76,11 @@ def train_step(
     for pass_index in range(stepper.passes):
         sums = _PASSES[accumulation](work, pass_index)  # the same in each pass
     stats = stepper.finish()
-    (loss_total,) = sum_over_ranks([torch.stack(sums).double().sum().item()])
     return StepResult(
-        loss=loss_total / num_targets,
-        rows=int(num_rows),
+        loss=torch.stack(sums).double().sum().item() / num_targets,
+        rows=sum(len(microbatch.rows) for microbatch in microbatches),
         targets=num_targets,
-        tokens=int(num_tokens),
+        tokens=sum(microbatch.num_tokens for microbatch in microbatches),
         grad_norm=stats.grad_norm,
         clip_factor=stats.clip_factor,
         skipped=stats.skipped,
@@ -138,9 +126,7 @@ def check_accumulation(accumulation: str, when: str, num_microbatches: int) -> N
 
 
 @torch.no_grad()
-def evaluate(
-    model: Any, loss: Loss, microbatches: Iterable[Microbatch], *, sum_over_ranks: SumOverRanks = list
-) -> float:
+def evaluate(model: Any, loss: Loss, microbatches: Iterable[Microbatch]) -> float:
     """The mean loss over all targets of `microbatches`, with dropout off; generators and mode stay as they were."""
     was_training = model.training
     model.eval()
@@ -152,7 +138,6 @@ def evaluate(
         total += loss(model, hidden_BTD, on_device).item()
         targets += microbatch.count_targets()
     model.train(was_training)
-    total, targets = sum_over_ranks([total, targets])
     return total / targets if targets else math.nan
 
 

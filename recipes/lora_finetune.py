@@ -27,6 +27,13 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
         time_limit = session.TimeLimit(cfg.max_time)
         loggers = [factory(**keywords) for factory, keywords in map(read_target, cfg.loggers)]
+        factory, keywords = read_target(cfg.optimizer)
+        optimizer_settings = {
+            "factory": factory,
+            "settings": keywords,
+            "parameter_groups": cfg.parameter_groups,
+            "master_weights": cfg.model.master_weights,
+        }
         run_folder.check_output(cfg.output_dir, resume=cfg.resume)
         resume_from = checkpoint.resolve(cfg.resume, cfg.output_dir)
         source = models.resolve(cfg.model.path)
@@ -35,9 +42,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         lora.apply(outline, **settings["lora"])  # wrong targets are refused here
         optim.try_optimizer(
             outline,
-            *read_target(cfg.optimizer),
-            parameter_groups=cfg.parameter_groups,
-            master_weights=cfg.model.master_weights,
+            **optimizer_settings,
             device=processes.device,
         )
 
@@ -84,14 +89,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             model.compile_blocks()
 
         # An ordinary optimizer, and the stepper that decides when it steps.
-        factory, keywords = read_target(cfg.optimizer)
-        optimizer = optim.build_optimizer(
-            model.named_parameters(),
-            factory=factory,
-            settings=keywords,
-            parameter_groups=cfg.parameter_groups,
-            master_weights=cfg.model.master_weights,
-        )
+        optimizer = optim.build_optimizer(model.named_parameters(), **optimizer_settings)
         stepper = optim.build_stepper(
             model,
             optimizer,

@@ -12,7 +12,7 @@
 
 from optune.checkpoint.background import Saver, SaveReport
 from optune.checkpoint.comparing import compare
-from optune.checkpoint.folders import find, list_checkpoints, prune, resolve, set_aside_newer
+from optune.checkpoint.folders import find, list_checkpoints, prune, resolve, say_on_stderr, set_aside_newer
 from optune.checkpoint.manifest import check, verify
 from optune.checkpoint.optimizer_state import load_optimizer
 from optune.checkpoint.progress import (
@@ -46,6 +46,7 @@ __all__ = [
     "rehearse",
     "resolve",
     "save",
+    "say_on_stderr",
     "set_aside_newer",
     "verify",
 ]

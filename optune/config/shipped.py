@@ -16,11 +16,6 @@ class Shipped(NamedTuple):
     name: str
     path: Path
 
-    @property
-    def is_recipe(self) -> bool:
-        """Whether this is a recipe (else a config)."""
-        return self.path.suffix == ".py"
-
     def describe(self) -> str:
         """Its first sentence, as far as it stands on one line."""
         for line in self.path.read_text(encoding="utf-8").splitlines():

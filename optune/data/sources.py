@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,3 @@ def name_rows(places: Sequence[str], total: int) -> str:
     """The first few places of `total`, as messages name them."""
     more = f" and {total - len(places)} more" if total > len(places) else ""
     return ", ".join(places) + more
-
-
-def first_few(places: Iterable[str], most: int = 3) -> tuple[str, ...]:
-    return tuple(place for _, place in zip(range(most), places, strict=False))

@@ -25,7 +25,7 @@ from optune.errors import TrainingError
 class StepStats:
     """What one step did.
 
-    - `grad_norm`: L2 norm of the whole gradient before clipping, in fp32; None where it does not exist (immediate).
+    - `grad_norm`: L2 norm of the whole gradient before clipping, in fp32; in immediate, of those that were used.
     - `clip_factor`: what every gradient was multiplied by; 1.0 means that clipping was off or not active.
     - `skipped`: the norm was not finite, and no weight and no optimizer state changed.
     """
