@@ -8,6 +8,7 @@ What must not change (the step, the loss, saving, resuming) stands in the librar
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from optune import checkpoint, data, distributed, loss, models, optim, run_folder, session, train
 from optune.config import RunConfig, read_target, schedule_keywords, to_dict, to_run_yaml
@@ -16,6 +17,41 @@ from optune.config import RunConfig, read_target, schedule_keywords, to_dict, to
 @dataclass
 class Config(RunConfig):
     """The keys of a full finetune: those that every recipe has."""
+
+
+def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_size: int = 1):
+    """(tokenizer, batches, validation): all rows as tokens, then batches as a function of (seed, step).
+
+    `optune data` shows what this returns. `source` is the model's folder, `config` what `models.check` read there.
+    """
+    sources = to_dict(cfg, hide_secrets=False)["data"]
+    tokenizer = data.load_tokenizer(source, cfg.data.chat_template)
+    load_rows = partial(
+        data.load_rows,
+        tokenizer=tokenizer,
+        format=cfg.data.format,
+        max_length=cfg.data.max_length,
+        truncation=cfg.data.truncation,
+        train_on=cfg.data.train_on,
+        parse_special=cfg.data.parse_special,
+        embedding_rows=config.vocab_size,
+    )
+    pad_id = min(tokenizer.pad_id, config.vocab_size - 1)  # any id does: padding is told by its place
+    batches = data.build_batches(
+        load_rows(sources["train"]),
+        batch_size=cfg.batch_size,
+        gradient_accumulation_steps=cfg.gradient_accumulation_steps,
+        shuffle=cfg.data.shuffle,
+        packing=cfg.data.packing,
+        max_length=cfg.data.max_length,
+        pad_id=pad_id,
+        seed=cfg.seed,
+        world_size=world_size,
+    )
+    validation = []
+    if cfg.data.validation is not None:
+        validation = data.build_validation_batches(load_rows(sources["validation"]), cfg.batch_size, pad_id=pad_id)
+    return tokenizer, batches, validation
 
 
 def main(cfg: Config, validate_only: bool = False) -> int:
@@ -42,35 +78,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             device=processes.device,
         )
 
-        # Data: all rows as tokens, then batches as a function of (seed, step).
-        tokenizer = data.load_tokenizer(source, cfg.data.chat_template)
-        load_rows = partial(
-            data.load_rows,
-            tokenizer=tokenizer,
-            format=cfg.data.format,
-            max_length=cfg.data.max_length,
-            truncation=cfg.data.truncation,
-            train_on=cfg.data.train_on,
-            parse_special=cfg.data.parse_special,
-            embedding_rows=config.vocab_size,
-        )
-        pad_id = min(tokenizer.pad_id, config.vocab_size - 1)  # any id does: padding is told by its place
-        batches = data.build_batches(
-            load_rows(settings["data"]["train"]),
-            batch_size=cfg.batch_size,
-            gradient_accumulation_steps=cfg.gradient_accumulation_steps,
-            shuffle=cfg.data.shuffle,
-            packing=cfg.data.packing,
-            max_length=cfg.data.max_length,
-            pad_id=pad_id,
-            seed=cfg.seed,
-            world_size=processes.world_size,
-        )
-        validation = []
-        if cfg.data.validation is not None:
-            validation = data.build_validation_batches(
-                load_rows(settings["data"]["validation"]), cfg.batch_size, pad_id=pad_id
-            )
+        _, batches, validation = make_batches(cfg, source, config, processes.world_size)
         total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
         schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))
 

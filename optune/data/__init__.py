@@ -4,7 +4,7 @@ A row's way: `sources.py` (file → JSON rows) → `formats.py` (row → convers
 (conversation → text with the answers found) → `encoding.py` (text → tokens with targets) → `rows.py` → `batching.py`.
 """
 
-from optune.data.batching import Batches, build_batches, build_validation_batches
+from optune.data.batching import Batches, ValidationBatches, build_batches, build_validation_batches
 from optune.data.loading import load_rows
 from optune.data.rows import Report, Row, Rows, Tally
 from optune.data.tokenizer import Tokenizer, load_tokenizer
@@ -16,6 +16,7 @@ __all__ = [
     "Rows",
     "Tally",
     "Tokenizer",
+    "ValidationBatches",
     "build_batches",
     "build_validation_batches",
     "load_rows",

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 import torch
@@ -71,11 +72,37 @@ def build_batches(
 
 def build_validation_batches(
     rows: Rows, batch_size: int, *, pad_id: int = 0, world_size: int = 1, rank: int = 0
-) -> list[Microbatch]:
+) -> ValidationBatches:
     """Every row once, in file order, padded; each rank gets its slices and as many microbatches as the others."""
-    steps = math.ceil(len(rows) / (batch_size * world_size))
     batches = build_batches(rows, batch_size=batch_size, shuffle=False, pad_id=pad_id, world_size=world_size)
-    return [microbatch for step in range(steps) for microbatch in batches.microbatches(step, rank)]
+    return ValidationBatches(batches, rank)
+
+
+@dataclass(frozen=True)
+class ValidationBatches(Sequence[Microbatch]):
+    """See `build_validation_batches`. A microbatch is made when it is asked for."""
+
+    batches: Batches
+    rank: int
+
+    @property
+    def rows(self) -> Rows:
+        return self.batches.rows
+
+    def __len__(self) -> int:
+        return self.batches.steps_per_epoch
+
+    @overload
+    def __getitem__(self, index: int) -> Microbatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Microbatch]: ...
+
+    def __getitem__(self, index: int | slice) -> Microbatch | list[Microbatch]:
+        steps = range(len(self))[index]
+        if isinstance(steps, range):
+            return [self.batches.microbatches(step, self.rank)[0] for step in steps]
+        return self.batches.microbatches(steps, self.rank)[0]
 
 
 @dataclass(frozen=True)
