@@ -10,6 +10,9 @@ import numpy as np
 
 from optune.data.sources import name_rows
 
+_PLACES = 3
+"""Places that a tally remembers."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -29,10 +32,44 @@ class Tally:
     count: int = 0
     where: list[str] = field(default_factory=list)
 
-    def add(self, where: str, count: int = 1, most: int = 3) -> None:
-        self.count += count
-        if len(self.where) < most:
-            self.where.append(where)
+    def add(self, where: str, count: int = 1) -> None:
+        self.merge(Tally(count, [where]))
+
+    def merge(self, later: Tally) -> None:
+        self.count += later.count
+        self.where = (self.where + later.where)[:_PLACES]
+
+
+@dataclass
+class FileReport:
+    """Of one file: the rows that were read, and how many of them were skipped for each reason."""
+
+    rows: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def merge(self, later: FileReport) -> None:
+        self.rows += later.rows
+        for reason, count in later.skipped.items():
+            self.skipped[reason] = self.skipped.get(reason, 0) + count
+
+
+@dataclass
+class TooLong:
+    """The rows that are longer than `max_length`, cut or left out: how many, their tokens before that, how many tokens
+    and targets are not trained for it, and the longest of them."""
+
+    rows: int = 0
+    tokens: int = 0
+    lost_tokens: int = 0
+    lost_targets: int = 0
+    longest: int = 0
+
+    def merge(self, later: TooLong) -> None:
+        self.rows += later.rows
+        self.tokens += later.tokens
+        self.lost_tokens += later.lost_tokens
+        self.lost_targets += later.lost_targets
+        self.longest = max(self.longest, later.longest)
 
 
 @dataclass
@@ -42,7 +79,8 @@ class Report:
     - `rows` read, `kept` of them; `skipped`: reason → tally.
     - `notes`: what a person should know although the rows were kept → tally.
     - `targets`, `tokens`: sums over the kept rows; `longest`: tokens of the longest one.
-    - `formats`: path → format, detected or given.
+    - `formats`: path → format, detected or given. `files`: path → what was read there.
+    - `too_long`: what `max_length` takes away.
     """
 
     rows: int = 0
@@ -53,13 +91,34 @@ class Report:
     tokens: int = 0
     longest: int = 0
     formats: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileReport] = field(default_factory=dict)
+    too_long: TooLong = field(default_factory=TooLong)
+
+    def read(self, where: str) -> None:
+        """One row more."""
+        self.rows += 1
+        self.files.setdefault(where.rpartition(":")[0], FileReport()).rows += 1
 
     def skip(self, reason: str, where: str) -> None:
         self.skipped.setdefault(reason, Tally()).add(where)
+        skipped = self.files.setdefault(where.rpartition(":")[0], FileReport()).skipped
+        skipped[reason] = skipped.get(reason, 0) + 1
 
     def note(self, what: str, where: str, count: int = 1) -> None:
         """`count` rows of which `where` is the first."""
         self.notes.setdefault(what, Tally()).add(where, count)
+
+    def merge(self, later: Report) -> None:
+        """Adds the counts of rows that come after these; sums over tokens are not touched."""
+        self.rows += later.rows
+        for mine, theirs in ((self.skipped, later.skipped), (self.notes, later.notes)):
+            for what, tally in theirs.items():
+                mine.setdefault(what, Tally()).merge(tally)
+        for source, name in later.formats.items():
+            self.formats.setdefault(source, name)
+        for path, file in later.files.items():
+            self.files.setdefault(path, FileReport()).merge(file)
+        self.too_long.merge(later.too_long)
 
     def skipped_lines(self) -> list[str]:
         """`3 longer than max_length=64 (a.jsonl:1, a.jsonl:7, a.jsonl:9)`, one for each reason."""

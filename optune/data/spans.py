@@ -56,6 +56,11 @@ class AnswerFinder:
         self._ends: dict[tuple[Any, ...], int] = {}
         self.end_tokens = tuple(token for token in (end_token, self._learn_end_token()) if token)
 
+    def forget(self) -> None:
+        """Forgets the seams that earlier conversations showed, so that what is found depends on none of them."""
+        self._starts.clear()
+        self._ends.clear()
+
     def find(self, messages: Sequence[dict[str, Any]], tools: Any, rendered: Traced) -> list[Answer]:
         """The answers of all assistant messages that the template shows, in order of place.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -34,14 +35,18 @@ class ChatTemplate:
     """A compiled chat template.
 
     `source` is jinja2 text, `name` its file for messages, `tokens` the named special tokens that the template may print
-    (`bos_token`, `eos_token`, …). The date that `strftime_now` prints is that of the moment when the template is
-    compiled, so that a run that passes midnight renders all rows alike. Raises DataError where the text is no jinja2.
+    (`bos_token`, `eos_token`, …). The date that `strftime_now` prints is `now`, or that of the moment when the template
+    is compiled, so that a run that passes midnight renders all rows alike. Raises DataError where the text is no
+    jinja2.
     """
 
-    def __init__(self, source: str, *, name: str, tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, *, name: str, tokens: Mapping[str, str] | None = None, now: datetime | None = None
+    ) -> None:
         self.name = name
         self.tokens = dict(tokens or {})
-        environment = _Environment(datetime.now())
+        self._source, self._now = source, now or datetime.now()
+        environment = _Environment(self._now)
         try:
             self.literals = _find_literals(environment.parse(source))
             self._template = environment.from_string(source)
@@ -50,6 +55,10 @@ class ChatTemplate:
         # `~` joins through a function of jinja2's runtime that would lose the trace.
         self._template.root_render_func.__globals__["str_join"] = lambda parts: concat(map(str, parts))
         self.has_generation_tags = environment.saw_generation_tag
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Compiled anew where it arrives, with the date of here."""
+        return partial(ChatTemplate, name=self.name, tokens=self.tokens, now=self._now), (self._source,)
 
     def render(
         self,

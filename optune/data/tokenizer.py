@@ -172,6 +172,11 @@ class Tokenizer:
         """The spans of the answers in what `render_traced` gave (see `spans.py`)."""
         return self._finder(tools).find(messages, tools, rendered)
 
+    def forget_seams(self) -> None:
+        """From here on answers are found as if no conversation had been seen before."""
+        for finder in self._finders.values():
+            finder.forget()
+
     def end_ids(self, tools: Sequence[Any] | None = None) -> set[int]:
         """The ids that end an answer: the end token, and the one that the chat template writes after an answer."""
         ends = self._finder(tools).end_tokens if self._templates else ()
