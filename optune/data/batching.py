@@ -145,6 +145,19 @@ class Batches:
         """Positions that the first step feeds, padding included: what a step of this run costs in memory."""
         return sum(microbatch.tokens_BT.numel() for microbatch in self.microbatches(0)) * self.world_size
 
+    def positions(self, epoch: int = 0) -> int:
+        """Positions that an epoch feeds over all ranks, padding included."""
+        lengths, order = self.rows.lengths, self._order(epoch)
+        totals = lengths[order].sum(1) if isinstance(order, np.ndarray) else [lengths[unit].sum() for unit in order]
+        # A step holds whole microbatches, so those of all ranks are the epoch's order cut every `batch_size` units.
+        starts = np.arange(0, len(order), self.batch_size)
+        widths = self._widen(np.maximum.reduceat(np.asarray(totals), starts))
+        units = np.minimum(self.batch_size, len(order) - starts)
+        return int((widths * units).sum()) + -len(starts) % self.world_size  # ranks without a row feed one position
+
+    def _widen(self, widths: np.ndarray) -> np.ndarray:
+        return -(-np.maximum(1, widths) // self.pad_to_multiple) * self.pad_to_multiple
+
     def epoch(self, step: int) -> float:
         """Epochs that are finished once `step` steps are done."""
         whole, steps = divmod(step, self.steps_per_epoch)
@@ -155,13 +168,15 @@ class Batches:
 
         A rank whose slice is empty in the last step of an epoch gets a microbatch of one padding position and no row.
         """
+        return [self._collate(units) if len(units) else self._empty() for units in self.rows_of(step, rank)]
+
+    def rows_of(self, step: int, rank: int = 0) -> list[Sequence[np.ndarray]]:
+        """Which rows `microbatches` holds: for each microbatch its units, each the indices of its rows."""
         epoch, window = divmod(step, self.steps_per_epoch)
         units = self._order(epoch)[window * self.units_per_step : (window + 1) * self.units_per_step]
         per_microbatch = self.batch_size * self.world_size
         return [
-            self._collate(units[start + rank * self.batch_size : start + (rank + 1) * self.batch_size])
-            if start + rank * self.batch_size < len(units)
-            else self._empty()
+            units[start + rank * self.batch_size : start + (rank + 1) * self.batch_size]
             for start in range(0, len(units), per_microbatch)
         ]
 

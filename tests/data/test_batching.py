@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def make_rows(lengths: list[int], *, weights: bool = False) -> data.Rows:
     return data.Rows(rows)
 
 
-def seen(microbatches: list[Microbatch]) -> list[str]:
+def seen(microbatches: Sequence[Microbatch]) -> list[str]:
     return [row for microbatch in microbatches for row in microbatch.rows]
 
 
@@ -255,3 +256,26 @@ def test_fingerprints_follow_what_decides_the_order() -> None:
 def test_no_rows_are_an_error() -> None:
     with pytest.raises(DataError, match="no rows"):
         data.build_batches(data.Rows([]), batch_size=1)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("split", [(1, 1, 1), (3, 2, 1), (2, 1, 3), (4, 3, 2)])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_positions_of_an_epoch_are_those_of_its_microbatches(
+    packing: bool, split: tuple[int, int, int], multiple: int
+) -> None:
+    batch_size, accumulation, world_size = split
+    batches = data.build_batches(
+        make_rows([5, 3, 9, 2, 7, 4, 4, 3, 8, 2, 6]), batch_size=batch_size, gradient_accumulation_steps=accumulation,
+        packing=packing, max_length=12, pad_id=2, world_size=world_size, pad_to_multiple=multiple,
+    )  # fmt: skip
+    for epoch in (0, 1):
+        fed = [
+            (microbatch, units)
+            for step in range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch)
+            for rank in range(world_size)
+            for microbatch, units in zip(batches.microbatches(step, rank), batches.rows_of(step, rank), strict=True)
+        ]
+        assert batches.positions(epoch) == sum(microbatch.tokens_BT.numel() for microbatch, _ in fed)
+        for microbatch, units in fed:
+            assert microbatch.rows == tuple(batches.rows[int(row)].where for unit in units for row in unit)
