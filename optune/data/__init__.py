@@ -5,7 +5,7 @@ A row's way: `sources.py` (file → JSON rows) → `formats.py` (row → convers
 """
 
 from optune.data.batching import Batches, ValidationBatches, build_batches, build_validation_batches
-from optune.data.loading import load_rows
+from optune.data.loading import load_pairs, load_rows
 from optune.data.rows import Report, Row, Rows, Tally
 from optune.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -19,6 +19,7 @@ __all__ = [
     "ValidationBatches",
     "build_batches",
     "build_validation_batches",
+    "load_pairs",
     "load_rows",
     "load_tokenizer",
 ]

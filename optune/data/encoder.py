@@ -18,13 +18,17 @@ from optune.data.formats import (
     NO_ANSWER,
     Chat,
     Example,
+    Format,
+    Pair,
     RowError,
     Segments,
     SkippedRow,
     Tokens,
     detect_format,
+    fitting_formats,
     get_format,
     may_be_misread,
+    name_format,
 )
 from optune.data.rows import Report, Row, TooLong
 from optune.data.sources import BadRow
@@ -61,14 +65,15 @@ class _Prepared:
     """A row on its way: its text with what is needed to mark the targets once it is tokens."""
 
     where: str
-    example: Example
+    example: Chat | Segments | Tokens
     text: Traced | None = None
     answers: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Encodes chunks of rows; the options are those of `load_rows`. Can be pickled.
+    """Encodes chunks of rows; the options are those of `load_rows`. Can be pickled. With `pairs` each row becomes two,
+    the chosen answer and behind it the rejected one, or none.
 
     Raises DataError for an option that does not exist.
     """
@@ -79,6 +84,7 @@ class RowEncoder:
     train_on: TrainOn = "assistant"
     parse_special: bool = False
     embedding_rows: int | None = None
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -89,15 +95,17 @@ class RowEncoder:
                 raise DataError(f"{value!r} is none of {', '.join(allowed)}", where=f"data.{name}")
 
     def encode(
-        self, rows: Sequence[tuple[str, Any]], format: str = "auto", *, source: str = "", detected: str | None = None
+        self, rows: Sequence[tuple[str, Any]], format: Format = "auto", *, source: str = "", detected: str | None = None
     ) -> EncodedChunk:
         """The rows of one source, each with its place (`file:line`); a `BadRow` stands for one that cannot be read.
 
-        `format`: a name in `formats.FORMATS`, or `auto`: the first row that tells its format decides for those behind
-        it; `detected` is what an earlier chunk of the source has told (see `first_format`). `source` is the name under
-        which the report gives the format. Broken rows are collected; DataError is raised for a wrong `format` alone.
+        `format`: a name in `formats.FORMATS`, a function of a row, or `auto`: the first row that tells its format
+        decides for those behind it; `detected` is what an earlier chunk of the source has told (see `first_format`).
+        `source` is the name under which the report gives the format. Broken rows are collected; DataError is raised for
+        a wrong `format` alone.
         """
-        chunk = EncodedChunk(format=detected if format == "auto" else format)
+        read = None if format == "auto" else get_format(format)
+        chunk = EncodedChunk(format=detected if format == "auto" else name_format(format))
         self.tokenizer.forget_seams()
         prepared = []
         for where, row in rows:
@@ -109,12 +117,28 @@ class RowEncoder:
                     raise RowError(row.problem)
                 chunk.format = chunk.format or detect_format(row)
                 chunk.report.formats.setdefault(source, chunk.format)
-                prepared.append(self._prepare(chunk, where, get_format(chunk.format)(row)))
+                if is_doubtful and (others := [name for name in fitting_formats(row) if name != chunk.format]):
+                    chunk.report.note(f"rows with keys of {' and '.join(others)} too, read as {chunk.format}", where)
+                prepared += self._prepare_all(chunk, where, (read or get_format(chunk.format))(row))
         if not chunk.errors:
             self._encode(chunk, prepared)
+        for row in chunk.rows:
+            chunk.report.keep(row.where, len(row.tokens), int(row.trained.sum()))
         return chunk
 
-    def _prepare(self, chunk: EncodedChunk, where: str, example: Example) -> _Prepared:
+    def _prepare_all(self, chunk: EncodedChunk, where: str, example: Example) -> list[_Prepared]:
+        """What becomes a row each: the example, or both halves of a pair."""
+        if isinstance(example, Pair) != self.pairs:
+            if self.pairs:
+                raise RowError("holds no chosen and rejected answer, which this recipe trains")
+            raise DataError(
+                "rows of chosen and rejected answers (format preference) cannot be trained by this recipe",
+                hint="it trains single answers; where a row also holds one, data.format names how it is read",
+            )
+        halves = example.halves() if isinstance(example, Pair) else (example,)
+        return [self._prepare(chunk, where, half) for half in halves]
+
+    def _prepare(self, chunk: EncodedChunk, where: str, example: Chat | Segments | Tokens) -> _Prepared:
         if isinstance(example, Tokens):
             if example.tokens and max(example.tokens) >= self.tokenizer.vocab_size:
                 raise RowError(f"found the id {max(example.tokens)}, the vocabulary has {self.tokenizer.vocab_size}")
@@ -135,10 +159,12 @@ class RowEncoder:
     def _encode(self, chunk: EncodedChunk, prepared: list[_Prepared]) -> None:
         texts = [row.text for row in prepared if row.text is not None]
         encoded = iter(self.tokenizer.encode_traced(texts, parse_special=self.parse_special))
-        for row in prepared:
-            with _Collecting(chunk, row.where):
-                marked = self._mark(chunk.report, row, next(encoded) if row.text is not None else None)
-                chunk.rows.append(self._fit(chunk.report, row.where, marked))
+        size = 2 if self.pairs else 1
+        for start in range(0, len(prepared), size):
+            found = [(row, next(encoded) if row.text is not None else None) for row in prepared[start : start + size]]
+            with _Collecting(chunk, prepared[start].where):
+                marked = [(row.where, self._mark(chunk.report, row, text)) for row, text in found]
+                chunk.rows += [self._fit(chunk.report, where, row) for where, row in marked]
 
     def _mark(self, report: Report, row: _Prepared, encoded: Encoded | None) -> Encoded:
         if encoded is None:

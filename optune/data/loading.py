@@ -10,6 +10,7 @@ import numpy as np
 
 from optune.data.encoder import EncodedChunk, RowEncoder, Truncation, first_format
 from optune.data.encoding import TrainOn
+from optune.data.formats import Format
 from optune.data.rows import Report, Row, Rows
 from optune.data.sources import Source, list_sources, name_rows, read_rows
 from optune.data.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ def load_rows(
     train: Any,
     tokenizer: Tokenizer,
     *,
-    format: str = "auto",
+    format: Format = "auto",
     max_length: int | None = None,
     truncation: Truncation = "drop",
     train_on: TrainOn = "assistant",
@@ -35,7 +36,8 @@ def load_rows(
     """The rows of `train` as tokens with their targets marked, in the order of the files; `.report` says what happened.
 
     - `train`: a path, a mapping `{path, format}`, or a list of these.
-    - `format`: `auto` (told by the first row of each file) or a name in `formats.FORMATS`.
+    - `format`: `auto` (told by the first row of each file), a name in `formats.FORMATS`, or a function of a row (see
+      `formats.get_format`).
     - `max_length`: tokens a row may have, None for any number. `truncation`: what happens to a longer one: `drop`
       (counted), `error`, `truncate_right` (the beginning is kept), `truncate_left` (BOS and the end are kept). A row
       left without a target is dropped and counted.
@@ -51,7 +53,31 @@ def load_rows(
     return join_chunks((chunk for source in sources for chunk in _encode_source(encoder, source, format)), sources)
 
 
-def _encode_source(encoder: RowEncoder, source: Source, format: str) -> Iterator[EncodedChunk]:
+def load_pairs(
+    train: Any,
+    tokenizer: Tokenizer,
+    *,
+    format: Format = "preference",
+    max_length: int | None = None,
+    truncation: Truncation = "drop",
+    parse_special: bool = False,
+    embedding_rows: int | None = None,
+) -> Rows:
+    """Pairs of a chosen and a rejected answer as tokens: pair i is the rows 2i (chosen) and 2i + 1 (rejected).
+
+    Each row is the prompt and one answer, rendered and encoded as one whole, and the answer alone has targets. Options
+    and errors are those of `load_rows`; `format` is `preference` or a function that gives pairs. A pair of which one
+    row is left out is left out whole; the report counts pairs.
+    """
+    encoder = RowEncoder(tokenizer, max_length, truncation, "assistant", parse_special, embedding_rows, pairs=True)
+    sources = list_sources(train)
+    format = "preference" if format == "auto" else format
+    rows = join_chunks((chunk for source in sources for chunk in _encode_source(encoder, source, format)), sources)
+    rows.report.kept = len(rows) // 2
+    return rows
+
+
+def _encode_source(encoder: RowEncoder, source: Source, format: Format) -> Iterator[EncodedChunk]:
     format, detected = source.format or format, None
     for rows in _chunks(((f"{source.path}:{line}", row) for line, row in read_rows(source)), _CHUNK):
         yield encoder.encode(rows, format, source=str(source.path), detected=detected)

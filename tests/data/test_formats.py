@@ -44,7 +44,7 @@ FIXTURES: dict[str, list[tuple[dict[str, Any], Any]]] = {
             },
             Chat(
                 [
-                    say("developer", "ab"),
+                    {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
                     QUESTION,
                     {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": CALL}]},
                     {"role": "tool", "content": {"t": 3}, "tool_call_id": "1"},
@@ -198,7 +198,6 @@ def chat(*messages: Any, **more: Any) -> dict[str, Any]:
         ({"tokens": [1, True]}, "field 'tokens': found true or false among the ids"),
         ({"tokens": [1, 2], "labels": [1]}, "field 'labels': found 1 labels for 2 ids"),
         ({"tokens": [1, 2], "labels": [1, 3]}, r"field 'labels\[1\]': wanted the id at the same place or -100"),
-        ({"chosen": "a", "rejected": "b"}, r"\(format preference\) cannot be trained yet"),
         (
             {"question": "a", "answer": "b"},
             "no known format has the keys 'answer', 'question' .*alpaca: instruction . o",
