@@ -42,13 +42,20 @@ class Tally:
 
 @dataclass
 class FileReport:
-    """Of one file: the rows that were read, and how many of them were skipped for each reason."""
+    """Of one file: the rows that were read and kept, how many tokens and targets the kept ones have, and how many rows
+    were skipped for each reason."""
 
     rows: int = 0
+    kept: int = 0
+    tokens: int = 0
+    targets: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
 
     def merge(self, later: FileReport) -> None:
         self.rows += later.rows
+        self.kept += later.kept
+        self.tokens += later.tokens
+        self.targets += later.targets
         for reason, count in later.skipped.items():
             self.skipped[reason] = self.skipped.get(reason, 0) + count
 
@@ -97,12 +104,18 @@ class Report:
     def read(self, where: str) -> None:
         """One row more."""
         self.rows += 1
-        self.files.setdefault(where.rpartition(":")[0], FileReport()).rows += 1
+        self._add(where, FileReport(rows=1))
+
+    def keep(self, where: str, tokens: int, targets: int) -> None:
+        """A row that is kept; the sums over all rows are left to `Rows`."""
+        self._add(where, FileReport(kept=1, tokens=tokens, targets=targets))
 
     def skip(self, reason: str, where: str) -> None:
         self.skipped.setdefault(reason, Tally()).add(where)
-        skipped = self.files.setdefault(where.rpartition(":")[0], FileReport()).skipped
-        skipped[reason] = skipped.get(reason, 0) + 1
+        self._add(where, FileReport(skipped={reason: 1}))
+
+    def _add(self, where: str, counts: FileReport) -> None:
+        self.files.setdefault(where.rpartition(":")[0], FileReport()).merge(counts)
 
     def note(self, what: str, where: str, count: int = 1) -> None:
         """`count` rows of which `where` is the first."""

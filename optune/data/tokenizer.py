@@ -54,6 +54,7 @@ class Tokenizer:
     - `vocab_size`: the highest id that can occur, plus 1.
     - `bos_id`, `eos_id`: None where the tokenizer has none. `adds_bos`: whether a text begins with BOS.
     - `pad_id`: the pad token, else the end token, else 0; padding is told by its place, so any id does.
+    - `control_ids`: the ids of the control tokens (see `control.py`).
     - `folder`: where the files are.
     - `template_name`: the file of the chat template, None where there is none.
     """
@@ -91,6 +92,7 @@ class Tokenizer:
         literals = "\0".join(template.literals for template in self._templates.values())
         self.is_control = compile_control(self._added.values(), literals, names.get("eos_token"))
         self._plain_text = PlainText(backend, self._added, self.is_control)
+        self.control_ids = self._plain_text.control_ids
         self._finders: dict[str, AnswerFinder] = {}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
