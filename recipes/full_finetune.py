@@ -19,10 +19,11 @@ class Config(RunConfig):
     """The keys of a full finetune: those that every recipe has."""
 
 
-def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_size: int = 1):
+def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_size: int = 1, rank: int = 0):
     """(tokenizer, batches, validation): all rows as tokens, then batches as a function of (seed, step).
 
-    `optune data` shows what this returns. `source` is the model's folder, `config` what `models.check` read there.
+    `optune data` shows what this returns. `source` is the model's folder, `config` what `models.check` read there;
+    of `world_size` processes that see different rows this is number `rank`.
     """
     sources = to_dict(cfg, hide_secrets=False)["data"]
     tokenizer = data.load_tokenizer(source, cfg.data.chat_template)
@@ -50,14 +51,17 @@ def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_
     )
     validation = []
     if cfg.data.validation is not None:
-        validation = data.build_validation_batches(load_rows(sources["validation"]), cfg.batch_size, pad_id=pad_id)
+        validation = data.build_validation_batches(
+            load_rows(sources["validation"]), cfg.batch_size, pad_id=pad_id, world_size=world_size, rank=rank
+        )
     return tokenizer, batches, validation
 
 
 def main(cfg: Config, validate_only: bool = False) -> int:
     """Trains as `cfg` says and returns the exit code; with `validate_only`, stops before anything is written."""
-    with distributed.start(cfg.device) as processes:
-        settings = to_dict(cfg, hide_secrets=False)
+    settings = to_dict(cfg, hide_secrets=False)
+    keep_whole = optim.why_whole(cfg.optimizer_step)
+    with distributed.start(cfg.device, **settings["parallel"], keep_whole=keep_whole) as processes:
         train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
         time_limit = session.TimeLimit(cfg.max_time)
         loggers = [factory(**keywords) for factory, keywords in map(read_target, cfg.loggers)]
@@ -78,7 +82,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             device=processes.device,
         )
 
-        _, batches, validation = make_batches(cfg, source, config, processes.world_size)
+        _, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
         total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
         schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))
 
@@ -138,7 +142,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
                 validate()
             for step in run.steps():
                 optim.set_learning_rate(optimizer, schedule, step)
-                microbatches = batches.microbatches(step, processes.rank)
+                microbatches = batches.microbatches(step, processes.data_rank)
                 result = train.train_step(
                     model, loss.next_token_loss, stepper, microbatches,
                     seed=cfg.seed, step=step, accumulation=cfg.accumulation,

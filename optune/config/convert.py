@@ -134,6 +134,12 @@ class _Converter:
             return self.value(lists[0], node, path, rules)
         if not plain:
             return self.fail(f"{path} must be a mapping, not {describe(node, path)}", node)
+        numbers = [member for member in plain if get_origin(member) is not Literal]
+        if numbers and len(numbers) < len(plain):  # `int | Literal["auto"]`
+            words = tuple(word for member in plain if member not in numbers for word in get_args(member))
+            if isinstance(node, Scalar) and node.text in words:
+                return node.text
+            plain, rules = numbers, dataclasses.replace(rules, words=words)
         return self.scalar(plain[0], node, path, rules, nullable=type(None) in members)
 
     def list(self, item: Any, node: Node, path: str, rules: Rules) -> Any:

@@ -16,6 +16,7 @@ class Rules:
     - `target`: a mapping may name a class by `_target_`; the text says what kind of class it must be.
     - `numbers`: bounds of entries in a free mapping, such as `lr` in `optimizer`.
     - `not_empty`: a text or list that must hold something.
+    - `words`: texts that a number's type allows in its place; read from the type.
     """
 
     minimum: float | None = None
@@ -26,6 +27,7 @@ class Rules:
     target: str | None = None
     numbers: dict[str, Rules] | None = None
     not_empty: bool = False
+    words: tuple[str, ...] = ()
 
 
 NO_RULES = Rules()

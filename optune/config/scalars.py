@@ -79,7 +79,7 @@ def _bounded(noun: str, rules: Rules, nullable: bool) -> str:
         bounds.append(f"above {rules.above:g}")
     if rules.below is not None:
         bounds.append(f"and below {rules.below:g}" if bounds else f"below {rules.below:g}")
-    return " ".join([noun, *bounds]) + (" or null" if nullable else "")
+    return " or ".join([" ".join([noun, *bounds]), *rules.words, *(["null"] if nullable else [])])
 
 
 def _check_bounds(number: float, scalar: Scalar, rules: Rules, wants: str) -> float:

@@ -112,6 +112,17 @@ class LoraSection:
 
 
 @dataclass
+class ParallelSection:
+    """How several processes share the run: `replicate` copies of the model, each divided among `shard` x `tensor`
+    processes. `timeout_s` is how long a process waits for one that does not answer."""
+
+    shard: int | Literal["auto"] = option("auto", minimum=1)
+    replicate: int = option(1, minimum=1)
+    tensor: int = option(1, minimum=1)
+    timeout_s: int = option(600, minimum=1)
+
+
+@dataclass
 class RunConfig:
     """The keys that every recipe reads."""
 
@@ -137,6 +148,7 @@ class RunConfig:
     compile: bool = False
     gradient_stash: Literal["auto", "hold", "cpu", "alias", "factored", "two_pass"] = "auto"
     accumulation: Literal["depth_first", "breadth_first"] = "depth_first"
+    parallel: ParallelSection = option(ParallelSection)
     checkpoint: CheckpointSection = option(CheckpointSection)
     resume: str | None = option(None, is_path=True, not_empty=True)
     allow_change: list[str] = option([])

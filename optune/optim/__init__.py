@@ -4,7 +4,7 @@
 the backward pass, inside it, or before the gradient flows on. The training step makes the same two calls for each.
 """
 
-from optune.optim.build import build_optimizer, build_stepper
+from optune.optim.build import build_optimizer, build_stepper, why_whole
 from optune.optim.masters import fill_masters, named_masters, named_optimizer_parameters, warn_lost_updates
 from optune.optim.schedule import Schedule, build_schedule, get_learning_rate, set_learning_rate
 from optune.optim.stepper import Stepper, StepStats
@@ -24,4 +24,5 @@ __all__ = [
     "set_learning_rate",
     "try_optimizer",
     "warn_lost_updates",
+    "why_whole",
 ]

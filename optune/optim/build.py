@@ -28,6 +28,16 @@ IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 MODES = ("after_backward", "in_backward", "immediate")
 
 
+def why_whole(when: str) -> str | None:
+    """Why each process needs whole parameters in the mode `when`; None where they may be sharded."""
+    if when != "immediate":
+        return None
+    return (
+        "optimizer_step=immediate updates a weight between the two halves of its own backward, and a shard of it has "
+        "no such moment"
+    )
+
+
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     *,

@@ -30,6 +30,7 @@ class Config(RunConfig):
     inner: Inner | None = None
     free: dict[str, Any] = option({})
     choice: Literal["a", "b"] | None = None
+    number_or_word: int | Literal["auto"] = option("auto", minimum=1)
 
 
 def both(folder: Path, key: str, spelling: str) -> list[Any]:
@@ -253,3 +254,11 @@ def test_a_wrong_value_under_a_key_that_looks_secret_is_told_without_stars(tmp_p
     assert say(error).endswith(":3: my_key must be a whole number, not the text that is given | None")
     (error,) = refuse(tmp_path, "", "my_key=1.5", schema=Keyed)
     assert say(error) == "my_key=1.5: my_key must be a whole number, not '1.5' | None"
+
+
+def test_a_number_may_have_a_word_in_its_place(tmp_path: Path) -> None:
+    assert both(tmp_path, "number_or_word", "auto") == ["auto", "auto"]
+    assert both(tmp_path, "number_or_word", "4") == [4, 4]
+    for spelling in ("0", "atuo", "null"):
+        (error,) = refuse(tmp_path, f"number_or_word: {spelling}\n", schema=Config)
+        assert "must be a whole number of at least 1 or auto" in say(error)

@@ -1,0 +1,11 @@
+"""Several processes, one run: who they are, what they say to each other, and how a model is spread over them.
+
+with distributed.start(device, shard="auto") as processes:
+    distributed.spread(model, processes)
+"""
+
+from optune.distributed.devices import find_device
+from optune.distributed.layout import Layout
+from optune.distributed.processes import Processes, start
+
+__all__ = ["Layout", "Processes", "find_device", "start"]

@@ -1,0 +1,185 @@
+"""The processes of a run, and what they say to each other. Only here is read what a launcher puts into the environment.
+
+Nothing here runs where there is one process: no group, no import of `torch.distributed`'s parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from optune import errors
+from optune.distributed.devices import find_device
+from optune.distributed.layout import Layout, divide
+from optune.errors import OptuneError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process's place in the run, and its line to the others. Made by `start`.
+
+    Every method is called by all processes, in the same order. `mesh` has the dimensions `replicate`, `shard` and
+    `tensor`; it is None for one process.
+    """
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    layout: Layout = field(default_factory=Layout)
+    mesh: DeviceMesh | None = None
+    local_rank: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run folder and prints."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which rows this process sees: one number a tensor group."""
+        return self.rank // self.layout.tensor
+
+    @property
+    def data_size(self) -> int:
+        """How many processes, or tensor groups, see different rows."""
+        return self.layout.data_size
+
+    @property
+    def reduce(self) -> Callable[[Tensor], Tensor] | None:
+        """Sums a gradient over all replicas, in place, where parameters are whole; else None: sharding does it."""
+        return _sum_in_place if self.world_size > 1 and self.layout.is_whole else None
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """The sums over the data ranks, in float64; each tensor group counts once."""
+        if self.world_size == 1:
+            return list(numbers)
+        counts = self.rank % self.layout.tensor == 0
+        tensor = (
+            torch.tensor(numbers, dtype=torch.float64) if counts else torch.zeros(len(numbers), dtype=torch.float64)
+        )
+        torch.distributed.all_reduce(tensor)
+        return tensor.tolist()
+
+    def agree(self, flags: Sequence[int]) -> list[int]:
+        """The largest of each flag over all processes."""
+        if self.world_size == 1:
+            return list(flags)
+        tensor = torch.tensor(flags, dtype=torch.int64)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def broadcast(self, value: T) -> T:
+        """What rank 0 gave as `value`."""
+        if self.world_size == 1:
+            return value
+        box = [value if self.is_main else None]
+        torch.distributed.broadcast_object_list(box, src=0)
+        return box[0]  # pyright: ignore[reportReturnType]
+
+    def barrier(self) -> None:
+        """Returns when all processes have come here."""
+        self.agree([0])
+
+    def on_main(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `make` returns on rank 0, on all. An `OptuneError` there is raised on all; anything else ends rank 0."""
+        if self.world_size == 1:
+            return make(*args, **kwargs)
+        value: Any = None
+        error: OptuneError | None = None
+        if self.is_main:
+            try:
+                value = make(*args, **kwargs)
+            except OptuneError as raised:
+                error = raised
+        sent, value = self.broadcast((None if error is None else _pack(error), value))
+        if error is not None:
+            raise error
+        if sent is not None:
+            raise _unpack(sent)
+        return value
+
+    def in_turn(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`make` on every process, first on one of each machine: what that one fetches, the others find."""
+        if self.world_size == 1:
+            return make(*args, **kwargs)
+        if self.local_rank:
+            self.barrier()
+            return make(*args, **kwargs)
+        try:
+            return make(*args, **kwargs)
+        finally:
+            self.barrier()
+
+
+@contextmanager
+def start(
+    device: str = "auto",
+    *,
+    shard: int | Literal["auto"] = "auto",
+    replicate: int = 1,
+    tensor: int = 1,
+    timeout_s: int = 600,
+    keep_whole: str | None = None,
+) -> Iterator[Processes]:
+    """Joins the processes that a launcher started, for as long as the context lasts.
+
+    - `shard`, `replicate`, `tensor`: how the model is divided, see `Layout`; `keep_whole`: why it cannot be.
+    - `timeout_s`: how long a process waits for one that does not answer before it ends with an error.
+
+    Raises ConfigError where the device is not there, or where the layout does not fit the number of processes.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = divide(world_size, shard=shard, replicate=replicate, tensor=tensor, keep_whole=keep_whole)
+    if world_size == 1:
+        yield Processes(find_device(device), layout=layout)
+        return
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    found = find_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+    # Counts and flags go over gloo also beside GPUs: they must not wait for what is queued there.
+    backend = "gloo" if found.type == "cpu" else "cpu:gloo,cuda:nccl"
+    is_ours = not torch.distributed.is_initialized()  # a program that joined by itself keeps its group
+    if is_ours:
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield Processes(found, rank, world_size, layout, make_mesh(found, layout), local_rank)
+    finally:
+        if is_ours:
+            torch.distributed.destroy_process_group()
+
+
+def make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
+    """The mesh of `layout`, with the dimensions `replicate`, `shard` and `tensor`."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (layout.replicate, layout.shard, layout.tensor)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+
+
+def _sum_in_place(gradient: Tensor) -> Tensor:
+    torch.distributed.all_reduce(gradient)
+    return gradient
+
+
+def _pack(error: OptuneError) -> tuple[str, str, str | None, str | None]:
+    return type(error).__name__, str(error), error.where, error.hint
+
+
+def _unpack(sent: tuple[str, str, str | None, str | None]) -> OptuneError:
+    name, text, where, hint = sent
+    message = text.removeprefix(f"{where}: ") if where else text
+    return getattr(errors, name, OptuneError)(message, where=where, hint=hint)
