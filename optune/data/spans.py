@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from optune.data.template import REASONING_FIELDS, ChatTemplate
+from optune.data.template import REASONING_FIELDS, ChatTemplate, join_parts
 from optune.data.traced import DATA, FIRST_MESSAGE, GENERATED, TEMPLATE, Traced, plain, spans_of
 from optune.errors import DataError
 
@@ -240,10 +240,10 @@ class AnswerFinder:
 
     def _check_left_out(self, messages: Sequence[dict[str, Any]], index: int, rendered: Traced) -> None:
         """A template may leave a message out; one that shows it but hides its trace is refused."""
-        content = messages[index].get("content")
-        if isinstance(content, str) and content.strip() and content.strip() in plain(rendered):
-            shown_by_others = [m.get("content") for place, m in enumerate(messages) if place != index]
-            if not any(isinstance(other, str) and content.strip() in other for other in shown_by_others):
+        content = join_parts(messages[index].get("content")).strip()
+        if content and content in plain(rendered):
+            shown_by_others = [join_parts(m.get("content")) for place, m in enumerate(messages) if place != index]
+            if not any(content in other for other in shown_by_others):
                 raise self._refusal(index, "the template changes its text in a way that cannot be followed")
 
     def _refusal(self, index: int, reason: str) -> DataError:

@@ -23,7 +23,7 @@ import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 
-from optune.data.traced import DATA, FIRST_MESSAGE, GENERATED, Traced, concat, find_origin, mark, splice, trace
+from optune.data.traced import DATA, FIRST_MESSAGE, GENERATED, Traced, concat, find_origin, mark, plain, splice, trace
 from optune.errors import DataError
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -36,8 +36,10 @@ class ChatTemplate:
 
     `source` is jinja2 text, `name` its file for messages, `tokens` the named special tokens that the template may print
     (`bos_token`, `eos_token`, …). The date that `strftime_now` prints is `now`, or that of the moment when the template
-    is compiled, so that a run that passes midnight renders all rows alike. Raises DataError where the text is no
-    jinja2.
+    is compiled, so that one of them renders all rows alike; `prints_date` says whether the template may print it, and
+    `date` is that day. Raises DataError where the text is no jinja2.
+
+    A message's content may be a list of text parts. A template that takes no parts gets them joined.
     """
 
     def __init__(
@@ -46,9 +48,16 @@ class ChatTemplate:
         self.name = name
         self.tokens = dict(tokens or {})
         self._source, self._now = source, now or datetime.now()
+        self.date = self._now.date()
+        self._takes_parts: dict[str, bool] = {}
         environment = _Environment(self._now)
         try:
-            self.literals = _find_literals(environment.parse(source))
+            tree = environment.parse(source)
+            self.literals = _find_literals(tree)
+            self.prints_date = any(
+                isinstance(call.node, jinja2.nodes.Name) and call.node.name == "strftime_now"
+                for call in tree.find_all(jinja2.nodes.Call)
+            )
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"not a chat template: {error.message}", where=f"{name}:{error.lineno}") from error
@@ -68,6 +77,32 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> Traced:
         """The conversation as one traced text. Raises DataError with the template's own words where it refuses."""
+        return self._render([self._fit(message) for message in messages], tools, add_generation_prompt)
+
+    def _fit(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The message with its parts joined, unless the template takes parts from its role."""
+        content, role = message.get("content"), message["role"]
+        if not isinstance(content, list):
+            return message
+        if role not in self._takes_parts:
+            self._takes_parts[role] = self._try_parts(role)
+        return message if self._takes_parts[role] else {**message, "content": join_parts(content)}
+
+    def _try_parts(self, role: str) -> bool:
+        """Whether a part of `role` is rendered as the same text without a part is."""
+        texts = []
+        for content in ("probe", [{"type": "text", "text": "probe"}]):
+            messages = [{"role": role, "content": content}]
+            if role != "user":
+                question = {"role": "user", "content": "question"}
+                messages.insert(len(messages) if role in ("system", "developer") else 0, question)
+            try:
+                texts.append(plain(self._render(messages, None, False)))
+            except DataError:
+                return False
+        return texts[0] == texts[1]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> Traced:
         try:
             text = self._template.render(
                 **self.tokens,
@@ -79,6 +114,13 @@ class ChatTemplate:
         except Exception as error:  # A template is a program of someone else's: anything may come out of it.
             raise DataError(_describe(error), hint=f"the template is {self.name}") from error
         return text if isinstance(text, Traced) else Traced(text)
+
+
+def join_parts(content: Any) -> str:
+    """The words of a message's content, given as text or in parts; empty where it has none."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else ""
 
 
 def _trace_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ and pad), and the chat templates in `chat_template.jinja`, `additional_chat_temp
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from optune.data.template import ChatTemplate
 from optune.data.tokenizer_files import (
     Sources,
     add_missing_tokens,
+    changed_companions,
     choose_template,
     find_first_token,
     read_backend,
@@ -31,12 +33,18 @@ from optune.data.traced import DATA, Traced, plain
 from optune.errors import DataError, ModelError
 
 
-def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of the model in `folder`; `chat_template` replaces the model's template (a file, or the name of one
-    of the model's own templates). Nothing is looked up on a network.
+def load_tokenizer(
+    folder: str | Path, chat_template: str | None = None, *, template_date: str | None = None
+) -> Tokenizer:
+    """The tokenizer of the model in `folder`. Nothing is looked up on a network.
 
-    Raises ModelError where a file is missing or broken, DataError where the chat template is.
+    `chat_template` replaces the model's template: the name of one of the model's own templates, of one in
+    `data/templates`, or a file. `template_date` (2024-07-26) is the day that a template prints which asks for the date;
+    None is today.
+
+    Raises ModelError where a file is missing or broken, DataError where the chat template or the date is.
     """
+    now = None if template_date is None else _read_date(template_date)
     folder = Path(folder).expanduser().resolve()
     backend = read_backend(folder)
     settings = read_json(folder / "tokenizer_config.json")
@@ -44,8 +52,18 @@ def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> Toke
     add_missing_tokens(backend, settings)
     sources = read_templates(folder, settings)
     if chat_template is not None:
-        sources = {"default": choose_template(chat_template, sources)}
-    return Tokenizer(folder, backend, names, sources)
+        sources = {"default": choose_template(chat_template, sources, backend, names)}
+    tokenizer = Tokenizer(folder, backend, names, sources, now)
+    if chat_template is not None:
+        tokenizer.changed_files = changed_companions(folder, sources["default"][0], tokenizer.end_ids())
+    return tokenizer
+
+
+def _read_date(text: str) -> datetime:
+    try:
+        return datetime.strptime(text, "%Y-%m-%d")
+    except ValueError:
+        raise DataError(f"{text!r} is no day written as 2024-07-26", where="data.template_date") from None
 
 
 class Tokenizer:
@@ -57,6 +75,8 @@ class Tokenizer:
     - `control_ids`: the ids of the control tokens (see `control.py`).
     - `folder`: where the files are.
     - `template_name`: the file of the chat template, None where there is none.
+    - `changed_files`: what a model trained with this tokenizer needs other files for than those in `folder`: name →
+      text, None for a file to leave out. Empty unless the chat template was replaced.
     """
 
     def __init__(
@@ -65,8 +85,10 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         names: dict[str, str],
         template_sources: Sources,
+        now: datetime | None = None,
     ) -> None:
         self.folder = folder
+        self.changed_files: dict[str, str | None] = {}
         self.names = names
         ids = {name: backend.token_to_id(token) for name, token in names.items()}
         for name in ("bos_token", "eos_token"):
@@ -86,7 +108,8 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
         self._backend = backend
         self._templates = {
-            key: ChatTemplate(source, name=name, tokens=names) for key, (source, name) in template_sources.items()
+            key: ChatTemplate(source, name=name, tokens=names, now=now)
+            for key, (source, name) in template_sources.items()
         }
         self.template_name = next((template.name for template in self._templates.values()), None)
         literals = "\0".join(template.literals for template in self._templates.values())
@@ -185,6 +208,11 @@ class Tokenizer:
         # Where several tokens end an answer together it is the last of them.
         tokens = [found[-1] for end in ends if (found := self.is_control.findall(end))]
         return {i for i in (self.eos_id, *map(self._backend.token_to_id, tokens)) if i is not None}
+
+    def printed_date(self, tools: Sequence[Any] | None) -> date | None:
+        """The day that the chat template may print, None for one that prints none."""
+        template = self._choose(tools)
+        return template.date if template.prints_date else None
 
     def _finder(self, tools: Sequence[Any] | None) -> AnswerFinder:
         template = self._choose(tools)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,14 @@ from optune.errors import DataError, ModelError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-Sources = dict[str, tuple[str, str]]
-"""Name of a chat template → (its text, its file)."""
+SHIPPED = Path(__file__).parent / "templates"
+"""Where the named templates are."""
+
+Template = tuple[str, str]
+"""(text of a chat template, its file)."""
+
+Sources = dict[str, Template]
+"""Name of a chat template → the template."""
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
@@ -102,15 +110,59 @@ def read_templates(folder: Path, settings: dict[str, Any]) -> Sources:
     return {"default": (value, str(config_path))}
 
 
-def choose_template(wanted: str, sources: Sources) -> tuple[str, str]:
-    """The model's template of that name, else the file of that name. Raises DataError where there is neither."""
+def choose_template(wanted: str, sources: Sources, backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> Template:
+    """The model's template of that name, else the named one that is shipped, else the file of that name.
+
+    Raises DataError where there is none of them, and where a shipped one needs tokens that the tokenizer has not.
+    """
     if wanted in sources:
         return sources[wanted]
+    shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.jinja"))}
+    if wanted in shipped:
+        text = _read_text(shipped[wanted])
+        _check_tokens(wanted, text, backend, names)
+        return text, str(shipped[wanted])
     path = Path(wanted).expanduser().absolute()
     if not path.is_file():
-        names = f"; the model's own templates: {', '.join(sorted(sources))}" if sources else ""
-        raise DataError(f"data.chat_template: no such file: {path}{names}")
+        own = f"; the model's own templates: {', '.join(sorted(sources))}" if sources else ""
+        near = difflib.get_close_matches(wanted, [*sources, *shipped], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it is a .jinja file, or one of {', '.join(shipped)}"
+        raise DataError(f"data.chat_template: no such file: {path}{own}", hint=hint)
     return _read_text(path), str(path)
+
+
+def _check_tokens(name: str, text: str, backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> None:
+    """A shipped template lists the tokens that it writes behind `tokens:` in its first comment."""
+    needed = text.partition("tokens: ")[2].partition(" -#}")[0].split()
+
+    def is_there(token: str) -> bool:
+        if token in NAMED_TOKENS:
+            return token in names
+        return backend.encode(token, add_special_tokens=False).ids == [backend.token_to_id(token)]
+
+    if missing := [token for token in needed if not is_there(token)]:
+        raise DataError(
+            f"data.chat_template: the template {name} writes {', '.join(missing)}, which the tokenizer has not",
+            hint="choose a template whose tokens the model knows: zephyr and alpaca need its end token alone",
+        )
+
+
+def changed_companions(folder: Path, template: str, end_ids: Collection[int]) -> dict[str, str | None]:
+    """What has to stand beside a model in `folder` that was trained with another chat template than its own.
+
+    File name → its text, None for one to leave out: the template replaces all others, and `generation_config.json`
+    names the tokens that end an answer under it besides its own.
+    """
+    settings = read_json(folder / "generation_config.json")
+    ends = settings.get("eos_token_id")
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    settings["eos_token_id"] = [*known, *sorted(set(end_ids) - set(known))]
+    return {
+        "chat_template.jinja": template,
+        "chat_template.json": None,
+        "additional_chat_templates": None,
+        "generation_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+    }
 
 
 def _read_text(path: Path) -> str:
