@@ -59,26 +59,38 @@ class ModelSection:
 
 @dataclass
 class DataSource:
-    """One of several data files. A null key takes the value of the `data` section."""
+    """One of several sources of rows: a file, a folder, a pattern, or `hf://OWNER/NAME`.
+
+    A null `format` is that of the `data` section. `weight`: how often an epoch has the source's rows. `max_rows`: the
+    first so many. `split`: a named split, a part of the rows (`[:90%]`), or both. `name`: of a hub dataset's config.
+    """
 
     path: str = option(is_path=True, not_empty=True)
-    format: DataFormat | None = None
+    format: DataFormat | dict[str, Any] | None = option(None, target="format")
+    weight: float = option(1.0, above=0)
+    max_rows: int | None = option(None, minimum=1)
+    split: str | None = option(None, not_empty=True)
+    name: str | None = option(None, not_empty=True)
 
 
 @dataclass
 class DataSection:
-    """Where the rows come from and what of them is trained. `max_length` counts tokens; null is no
-    limit."""
+    """Where the rows come from and what of them is trained. `max_length` counts tokens; null is no limit.
+
+    `chat_template` is a file, or the name of a template; null is the model's own. `template_date` is the day that
+    templates print which ask for the date.
+    """
 
     train: list[str | DataSource] = option(is_path=True, not_empty=True)
     validation: list[str | DataSource] | None = option(None, is_path=True)
-    format: DataFormat = "auto"
+    format: DataFormat | dict[str, Any] = option("auto", target="format")
     max_length: int | None = option(2048, minimum=2)
     truncation: Literal["drop", "error", "truncate_right", "truncate_left"] = "drop"
     packing: bool = False
     shuffle: bool = True
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     chat_template: str | None = option(None, is_path=True, not_empty=True)
+    template_date: str = option("2024-07-26", not_empty=True)
     parse_special: bool = False
 
 

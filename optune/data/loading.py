@@ -79,8 +79,8 @@ def load_pairs(
 
 def _encode_source(encoder: RowEncoder, source: Source, format: Format) -> Iterator[EncodedChunk]:
     format, detected = source.format or format, None
-    for rows in _chunks(((f"{source.path}:{line}", row) for line, row in read_rows(source)), _CHUNK):
-        yield encoder.encode(rows, format, source=str(source.path), detected=detected)
+    for rows in _chunks(((source.place(number), row) for number, row in read_rows(source)), _CHUNK):
+        yield encoder.encode(rows, format, source=source.name, detected=detected)
         detected = detected or first_format(rows)
 
 
@@ -101,7 +101,7 @@ def join_chunks(chunks: Iterable[EncodedChunk], sources: Sequence[Source]) -> Ro
         raise DataError(str(first).removeprefix(f"{first.where}: ") + also, where=first.where, hint=first.hint)
     report.kept = len(rows)
     if not rows:
-        names = name_rows([str(source.path) for source in sources[:3]], len(sources))
+        names = name_rows([source.name for source in sources[:3]], len(sources))
         # A note may be the cause: a template that leaves the answers out leaves no target.
         reasons = "; ".join([*report.skipped_lines(), *report.noted_lines()])
         raise DataError(

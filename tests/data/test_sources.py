@@ -171,14 +171,14 @@ def test_another_format_is_advised_only_where_the_row_may_have_one(
     assert ("data.format" in (caught.value.hint or "")) is is_hinted
 
 
-def test_folders_and_other_kinds_of_files_are_refused_by_name(tmp_path: Path, t0: data.Tokenizer) -> None:
-    with pytest.raises(DataError, match=f"{tmp_path}: is a folder"):
+def test_what_is_no_source_is_refused_by_name(tmp_path: Path, t0: data.Tokenizer) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path}: the folder holds no file of rows"):
         data.load_rows(tmp_path, t0)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"rows.parquet: \.parquet files cannot be read"):
+    with pytest.raises(DataError, match=f"{tmp_path}/rows.parquet: not a whole Parquet file"):
         data.load_rows(tmp_path / "rows.parquet", t0)
-    with pytest.raises(DataError, match="path and format, not weight"):
-        data.load_rows([{"path": "x", "weight": 2}], t0)
+    with pytest.raises(DataError, match="has the keys path, format, weight, max_rows, split, name, not wieght"):
+        data.load_rows([{"path": "x", "wieght": 2}], t0)
     with pytest.raises(DataError, match="no data file is named"):
         data.load_rows([], t0)
 

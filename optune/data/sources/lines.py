@@ -1,0 +1,99 @@
+"""Files whose rows are lines: JSONL, JSON lists, plain text. All are UTF-8, and only LF ends a line.
+
+CR before LF, a byte order mark at the start of the file and blank lines are nothing. Each reader comes in two parts:
+`records` finds the rows without looking into them, `parse` makes a row of one; so rows can be skipped cheaply.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from optune.data.sources.source import READ_ERRORS, Mark, Record, Source, explain_read, open_source, read_lines
+from optune.data.sources.values import DECODER, BadRow, check_row, explain, parse_object
+
+MARK = b"\xef\xbb\xbf"
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+def find_lines(source: Source, start: Mark) -> Iterator[Record]:
+    """The lines that are not blank."""
+    rows = start.rows
+    for number, line, after in read_lines(source, start):
+        if isinstance(line, bytes):
+            line = line.removeprefix(MARK) if number == 1 else line
+            if not line.strip():
+                continue
+        rows += 1
+        yield Record(number, line, after._replace(rows=rows))
+
+
+def parse_json_line(line: Any) -> Any:
+    return line if isinstance(line, BadRow) else parse_object(line)
+
+
+def parse_text_line(line: Any) -> Any:
+    """A line of plain text is a row of its own, `{"text": line}`; white space at its start stays."""
+    if isinstance(line, BadRow):
+        return line
+    try:
+        text = line.rstrip(b"\r\n").decode("utf-8")
+    except UnicodeDecodeError as error:
+        return BadRow(f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line")
+    return BadRow("holds NUL bytes, as a file in another encoding does") if "\0" in text else {"text": text}
+
+
+def find_in_json(source: Source, start: Mark) -> Iterator[Record]:
+    """A list of objects, each with the line that it starts on; a file that is no list is read as JSONL.
+
+    The file is read whole, and offsets are rows. A row comes parsed.
+    """
+    try:
+        with open_source(source) as stream:
+            content = stream.read().removeprefix(MARK)
+    except READ_ERRORS as error:
+        yield Record(0, BadRow(explain_read(source, error)), Mark(rows=1))
+        return
+    if content.lstrip().startswith(b"["):
+        pairs = _split_list(content)
+    else:
+        pairs = ((number, parse_json_line(line)) for number, line, _ in find_lines(source, Mark()))
+    for rows, (number, row) in enumerate(pairs, start=1):
+        if rows > start.rows:
+            yield Record(number, row, Mark(rows, number, rows))
+
+
+def keep(row: Any) -> Any:
+    return row
+
+
+def _split_list(content: bytes) -> Iterator[tuple[int, Any]]:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        yield content[: error.start].count(b"\n") + 1, BadRow(f"not UTF-8: byte 0x{content[error.start]:02x}")
+        return
+
+    def skip(place: int) -> int:
+        return _BLANK.match(text, place).end()  # pyright: ignore[reportOptionalMemberAccess]
+
+    place, line, counted = skip(text.index("[") + 1), 1, 0
+    while not text.startswith("]", place):
+        line, counted = line + text.count("\n", counted, place), place
+        try:
+            row, end = DECODER.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            bad_at = getattr(error, "pos", None)  # of a syntax error
+            yield line if bad_at is None else text.count("\n", 0, bad_at) + 1, BadRow(explain(error))
+            return
+        yield line, check_row(row, text[place:end])
+        place = skip(end)
+        if text.startswith(",", place):
+            place = skip(place + 1)
+        elif not text.startswith("]", place):
+            yield text.count("\n", 0, place) + 1, BadRow("not JSON: wanted ',' or ']' after a row")
+            return
+    after = skip(place + 1)
+    if after < len(text):
+        yield text.count("\n", 0, after) + 1, BadRow("not JSON: something follows the list")
