@@ -1,7 +1,7 @@
 """Models: one native decoder for the Llama line, and weights from and to Hugging Face folders.
 
-`load` and `save` are what a recipe needs; `check` finds every objection before weights are read. To add a family see
-`families.py`.
+`load` (`fill` for a model that is spread over processes) and `save` are what a recipe needs; `check` finds every
+objection before weights are read. To add a family see `families.py`.
 """
 
 from optune.models.cache import Cache
@@ -10,7 +10,7 @@ from optune.models.families import FAMILIES, DecoderConfig
 from optune.models.fingerprint import fingerprint
 from optune.models.hub import download, resolve
 from optune.models.saving import copy_companions, save
-from optune.models.weights import check, load
+from optune.models.weights import check, fill, load
 from optune.types import DTYPES
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "check",
     "copy_companions",
     "download",
+    "fill",
     "fingerprint",
     "load",
     "outline",

@@ -18,7 +18,7 @@ from optune.errors import ModelError
 from optune.models.decoder import Decoder, outline
 from optune.models.families import DecoderConfig, read_config
 from optune.models.hub import resolve
-from optune.models.tensor_file import FLOATS, StoredTensor, read_header, read_tensor
+from optune.shards import FLOATS, StoredTensor, have_same_bytes, materialize, read_header, read_part, read_tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,6 +60,29 @@ def load(path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "
         setattr(model.get_submodule(owner), leaf, nn.Parameter(read_tensor(stored, dtype, device)))
     model.tie()
     return model
+
+
+def fill(model: nn.Module, path: str | Path, *, device: torch.device | str) -> None:
+    """Gives `model` the weights in `path`, a folder or hub id; of a spread model each rank reads its own slices alone.
+
+    `model` is a Decoder or holds one's parameters by the same names: plain tensors or DTensors, spread over ranks in
+    any way, with or without adapters. Values are rounded to the dtype of each parameter. A model on the meta device
+    gets its memory here, on `device`; what the folder does not hold, such as adapters, is NaN then. Host memory beside
+    the model: the largest slice of one tensor.
+
+    Raises `ModelError` as `check` does, and where the folder is of another model, before any weight is read.
+    """
+    inspection, _ = _inspect(resolve(path))
+    own = dict(model.named_parameters())
+    found = {name: stored.shape for name, stored in inspection.sources.items()}
+    problems = compare_shapes(found, {name: own[name].shape for name in own if name in found or ".lora_" not in name})
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise ModelError(f"the folder holds another model:{listed}", where=str(inspection.folder))
+    materialize(model, device)
+    own = dict(model.named_parameters())
+    for name, stored in inspection.sources.items():
+        read_part(stored, own[name])
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, torch.Size]:
@@ -187,8 +210,7 @@ def _match(inspection: _Inspection, config: DecoderConfig, headers: _Headers) ->
 def _check_tied(inspection: _Inspection, head: StoredTensor, embedding: StoredTensor) -> None:
     """Refuses a head of its own in a tied model: tools disagree on which of the two tensors is meant."""
     alike = head.kind == embedding.kind and head.shape == embedding.shape
-    dtype = FLOATS[head.kind]
-    if not alike or not torch.equal(read_tensor(head, dtype), read_tensor(embedding, dtype)):
+    if not alike or not have_same_bytes(head, embedding):
         inspection.problems.append(
             f"config.json: tie_word_embeddings is True, but {HEAD} and {EMBEDDING} are both stored and differ"
         )

@@ -1,0 +1,41 @@
+"""From a model on the meta device to one with memory: each rank takes the memory of its own shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from optune.shards.parts import local_values
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> list[str]:
+    """Give memory on `device` to every parameter of `model` if they are on the meta device; returns their names.
+
+    Floating parameters are NaN until somebody fills them. Ties between parameters stay, and so do buffers with values.
+    A model whose parameters have memory is left as it is. Raises ValueError where only some of them have.
+    """
+    named = dict(model.named_parameters())
+    bare = [name for name, parameter in named.items() if parameter.is_meta]
+    if not bare:
+        return []
+    if len(bare) < len(named):
+        raise ValueError(f"{len(bare)} of {len(named)} parameters are on the meta device, such as {bare[0]}")
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    buffers: list[tuple[nn.Module, str, Tensor]] = []
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, leaf))
+        buffers += [
+            (module, leaf, values) for leaf, values in module.named_buffers(recurse=False) if not values.is_meta
+        ]
+    model.to_empty(device=device)  # By way of FSDP, which takes note of its shards' new memory.
+    for (first, leaf), *others in places.values():
+        for module, other in others:
+            setattr(module, other, getattr(first, leaf))
+    for module, leaf, values in buffers:
+        module._buffers[leaf] = values.to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                local_values(parameter).fill_(float("nan"))
+    return bare
