@@ -38,6 +38,8 @@ class LoraLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
+    input_part: slice | None = None
+    """Which input features come in, where several processes share the layer; dropout draws for all of them."""
 
     def __init__(
         self, base: nn.Linear, *, rank: int, alpha: float, dropout: float, use_rslora: bool, dtype: torch.dtype
@@ -60,12 +62,19 @@ class LoraLinear(nn.Module):
         down_RI, up_OR = self.lora_A.weight, self.lora_B.weight
         keep_NI, scale = None, self.scale
         if self.training and self.dropout > 0:
-            keep_NI = draw_keep(input_NI, 1 - self.dropout)
+            keep_NI = self._draw_keep(input_NI)
             scale = scale / (1 - self.dropout)
         if has_torch_function((input_NI, down_RI, up_OR)):
             # A TorchFunctionMode sees what is called with a Parameter, so it is shown plain linear layers.
             return _add_low_rank_openly(output_NO, input_NI, down_RI, up_OR, keep_NI, scale)
         return _AddLowRank.apply(output_NO, input_NI, down_RI, up_OR, keep_NI, scale)  # type: ignore[no-any-return]
+
+    def _draw_keep(self, input_NI: Tensor) -> Tensor:
+        if self.input_part is None:
+            return draw_keep(input_NI, 1 - self.dropout)
+        # The draw of the whole layer, so that all its parts, and one process alone, drop the same entries.
+        whole_NI = input_NI[..., :1].expand(*input_NI.shape[:-1], self.in_features)
+        return draw_keep(whole_NI, 1 - self.dropout)[..., self.input_part]
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:

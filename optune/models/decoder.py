@@ -144,6 +144,8 @@ class Decoder(nn.Module):
         self.config = config
         self.model = _Body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.cached_heads = config.num_key_value_heads
+        """Key heads that this process has: fewer where the model is split over several."""
         self.tie()
 
     def tie(self) -> None:
@@ -237,7 +239,7 @@ class Decoder(nn.Module):
     def new_cache(self, rows: int, length: int) -> Cache:
         """An empty cache for `rows` rows of at most `length` tokens."""
         return Cache(
-            layers=len(self.blocks), rows=rows, heads=self.config.num_key_value_heads, length=length,
+            layers=len(self.blocks), rows=rows, heads=self.cached_heads, length=length,
             head_dim=self.config.head_dim, dtype=self.dtype, device=self.device,
         )  # fmt: skip
 
