@@ -51,10 +51,19 @@ def build_batches(
     if packing:
         if max_length is None:
             raise DataError("packing needs a length for the packs", where="data.max_length")
+        if rows.mixture is not None and not rows.mixture.is_whole:
+            raise DataError(
+                "a source with a weight that is no whole number has other rows in each epoch, which would make another "
+                "number of packs of them, and so of steps",
+                where="data.packing",
+                hint="with packing give whole weights, max_rows or a split; or turn packing off",
+            )
         lengths = rows.lengths
         if lengths.max() > max_length:
             row = rows[int(lengths.argmax())]
             raise DataError(f"{len(row.tokens)} tokens do not fit into a pack of {max_length}", where=row.where)
+        if rows.mixture is not None:
+            lengths = lengths[rows.mixture.epoch_rows(seed, 0)]
         packs = assign_packs(-np.sort(-lengths), max_length)
     return Batches(
         rows,
@@ -74,6 +83,8 @@ def build_validation_batches(
     rows: Rows, batch_size: int, *, pad_id: int = 0, world_size: int = 1, rank: int = 0
 ) -> ValidationBatches:
     """Every row once, in file order, padded; each rank gets its slices and as many microbatches as the others."""
+    if rows.mixture is not None and not rows.mixture.is_plain:
+        raise DataError("a validation takes every row once: a source has no weight there", where="data.validation")
     batches = build_batches(rows, batch_size=batch_size, shuffle=False, pad_id=pad_id, world_size=world_size)
     return ValidationBatches(batches, rank)
 
@@ -124,7 +135,9 @@ class Batches:
     @property
     def units(self) -> int:
         """Rows, or packs, of an epoch."""
-        return len(self.rows) if self.packs is None else int(self.packs.max()) + 1
+        if self.packs is not None:
+            return int(self.packs.max()) + 1
+        return len(self.rows) if self.rows.mixture is None else self.rows.mixture.size
 
     @property
     def units_per_step(self) -> int:
@@ -138,7 +151,10 @@ class Batches:
     @property
     def fill(self) -> float:
         """The share of the packs' positions that hold a token; 1 without packing."""
-        return 1.0 if self.packs is None else len(self.rows.tokens) / (self.units * (self.max_length or 1))
+        if self.packs is None:
+            return 1.0
+        tokens = self.rows.lengths[self._rows_of_epoch(0)].sum()
+        return float(tokens) / (self.units * (self.max_length or 1))
 
     @property
     def positions_per_step(self) -> int:
@@ -190,6 +206,8 @@ class Batches:
             "seed": self.seed if self.shuffle else None,
             "pack_length": None if self.packs is None else self.max_length,
         }
+        if self.rows.mixture is not None and not self.rows.mixture.is_plain:
+            options |= {"counts": self.rows.mixture.counts, "weights": self.rows.mixture.weights, "seed": self.seed}
         return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
     def _order(self, epoch: int) -> Sequence[np.ndarray]:
@@ -198,14 +216,20 @@ class Batches:
             # Two epochs are enough for a loop that looks one step ahead.
             while len(self._orders) > 1:
                 self._orders.pop(next(iter(self._orders)))
-            count = len(self.rows)
-            order = permute(count, self.seed, epoch) if self.shuffle else np.arange(count)
+            rows = self._rows_of_epoch(epoch)
+            order = permute(len(rows), self.seed, epoch) if self.shuffle else np.arange(len(rows))
             if self.packs is None:
-                self._orders[epoch] = order[:, None]  # pyright: ignore[reportArgumentType]
+                self._orders[epoch] = rows[order][:, None]  # pyright: ignore[reportArgumentType]
             else:
                 pack_order = permute(self.units, self.seed, epoch, stream=1) if self.shuffle else None
-                self._orders[epoch] = group_packs(self.rows.lengths, self.packs, order, pack_order)
+                packs = group_packs(self.rows.lengths[rows], self.packs, order, pack_order)
+                self._orders[epoch] = [rows[pack] for pack in packs]
         return self._orders[epoch]
+
+    def _rows_of_epoch(self, epoch: int) -> np.ndarray:
+        """The rows of an epoch in the order of the files."""
+        mixture = self.rows.mixture
+        return np.arange(len(self.rows)) if mixture is None else mixture.epoch_rows(self.seed, epoch)
 
     def _collate(self, units: Sequence[np.ndarray]) -> Microbatch:
         return collate(

@@ -11,6 +11,7 @@ import numpy as np
 from optune.data.encoder import EncodedChunk, RowEncoder, Truncation, first_format
 from optune.data.encoding import TrainOn
 from optune.data.formats import Format
+from optune.data.mixing import Mixture, check_mixture
 from optune.data.rows import Report, Row, Rows
 from optune.data.sources import Source, list_sources, name_rows, read_rows
 from optune.data.tokenizer import Tokenizer
@@ -35,7 +36,8 @@ def load_rows(
 ) -> Rows:
     """The rows of `train` as tokens with their targets marked, in the order of the files; `.report` says what happened.
 
-    - `train`: a path, a mapping `{path, format}`, or a list of these.
+    - `train`: a path, a mapping with the keys of `sources.list_sources`, or a list of these; `Rows.mixture` carries
+      the weights.
     - `format`: `auto` (told by the first row of each file), a name in `formats.FORMATS`, or a function of a row (see
       `formats.get_format`).
     - `max_length`: tokens a row may have, None for any number. `truncation`: what happens to a longer one: `drop`
@@ -50,7 +52,26 @@ def load_rows(
     """
     encoder = RowEncoder(tokenizer, max_length, truncation, train_on, parse_special, embedding_rows)
     sources = list_sources(train)
-    return join_chunks((chunk for source in sources for chunk in _encode_source(encoder, source, format)), sources)
+    counts = [0] * (sources[-1].entry + 1)
+
+    def encode() -> Iterator[EncodedChunk]:
+        for source in sources:
+            for chunk in _encode_source(encoder, source, format):
+                counts[source.entry] += len(chunk.rows)
+                yield chunk
+
+    rows = join_chunks(encode(), sources)
+    rows.mixture = _mix(sources, counts)
+    return rows
+
+
+def _mix(sources: Sequence[Source], counts: Sequence[int]) -> Mixture | None:
+    """The mixture of sources that gave `counts` rows, None where every row comes once."""
+    if all(source.weight == 1 for source in sources):
+        return None
+    firsts = {source.entry: source for source in reversed(sources)}
+    by_entry = [firsts[entry] for entry in range(len(counts))]
+    return check_mixture(counts, [source.weight for source in by_entry], [source.name for source in by_entry])
 
 
 def load_pairs(
@@ -71,6 +92,8 @@ def load_pairs(
     """
     encoder = RowEncoder(tokenizer, max_length, truncation, "assistant", parse_special, embedding_rows, pairs=True)
     sources = list_sources(train)
+    if any(source.weight != 1 for source in sources):
+        raise DataError("a source of pairs has no weight", where="data.train", hint="max_rows takes a part of a source")
     format = "preference" if format == "auto" else format
     rows = join_chunks((chunk for source in sources for chunk in _encode_source(encoder, source, format)), sources)
     rows.report.kept = len(rows) // 2

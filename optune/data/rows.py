@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from optune.data.mixing import Mixture
 from optune.data.sources import name_rows
 
 _PLACES = 3
@@ -158,6 +159,7 @@ class Rows(Sequence[Row]):
 
     The content is one array of tokens and one of flags for all rows, which can be hashed, stored and mapped as they
     are: `tokens` int32, `trained` bool and `weights` float32 or None, row i standing at `starts[i]` to `starts[i + 1]`.
+    `mixture`: how often an epoch has them, None for once.
     """
 
     def __init__(self, rows: Sequence[Row], report: Report | None = None) -> None:
@@ -170,6 +172,7 @@ class Rows(Sequence[Row]):
             parts = [np.ones(len(row.tokens)) if row.weights is None else row.weights for row in rows]
             self.weights = np.concatenate(parts).astype(np.float32)
         self._where = [row.where for row in rows]
+        self.mixture: Mixture | None = None
         self.report = report or Report(rows=len(rows), kept=len(rows))
         self.report.targets = int(self.trained.sum())
         self.report.tokens = len(self.tokens)
