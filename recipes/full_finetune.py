@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from optune import checkpoint, data, distributed, loss, models, optim, run_folder, session, train
-from optune.config import RunConfig, read_target, schedule_keywords, to_dict, to_run_yaml
+from optune.config import RunConfig, bind_targets, read_target, schedule_keywords, to_dict, to_run_yaml
 
 
 @dataclass
@@ -25,12 +25,12 @@ def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_
     `optune data` shows what this returns. `source` is the model's folder, `config` what `models.check` read there;
     of `world_size` processes that see different rows this is number `rank`.
     """
-    sources = to_dict(cfg, hide_secrets=False)["data"]
-    tokenizer = data.load_tokenizer(source, cfg.data.chat_template)
+    sources = bind_targets(to_dict(cfg, hide_secrets=False)["data"])
+    tokenizer = data.load_tokenizer(source, cfg.data.chat_template, template_date=cfg.data.template_date)
     load_rows = partial(
         data.load_rows,
         tokenizer=tokenizer,
-        format=cfg.data.format,
+        format=sources["format"],
         max_length=cfg.data.max_length,
         truncation=cfg.data.truncation,
         train_on=cfg.data.train_on,
@@ -82,7 +82,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             device=processes.device,
         )
 
-        _, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
+        tokenizer, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
         total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
         schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))
 
@@ -120,7 +120,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             model=model,
             optimizer=optimizer,
             stepper=stepper,
-            write_model=partial(models.save, source=source),
+            write_model=partial(models.save, source=source, changed=tokenizer.changed_files),
             model_tensors=model.state_dict(),
             epoch_at=batches.epoch,
             total_steps=total_steps,

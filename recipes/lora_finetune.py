@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from optune import checkpoint, data, distributed, lora, loss, models, optim, run_folder, session, train
-from optune.config import LoraSection, RunConfig, read_target, schedule_keywords, to_dict, to_run_yaml
+from optune.config import LoraSection, RunConfig, bind_targets, read_target, schedule_keywords, to_dict, to_run_yaml
 
 
 @dataclass
@@ -27,12 +27,12 @@ def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_
     `optune data` shows what this returns. `source` is the model's folder, `config` what `models.check` read there;
     of `world_size` processes that see different rows this is number `rank`.
     """
-    sources = to_dict(cfg, hide_secrets=False)["data"]
-    tokenizer = data.load_tokenizer(source, cfg.data.chat_template)
+    sources = bind_targets(to_dict(cfg, hide_secrets=False)["data"])
+    tokenizer = data.load_tokenizer(source, cfg.data.chat_template, template_date=cfg.data.template_date)
     load_rows = partial(
         data.load_rows,
         tokenizer=tokenizer,
-        format=cfg.data.format,
+        format=sources["format"],
         max_length=cfg.data.max_length,
         truncation=cfg.data.truncation,
         train_on=cfg.data.train_on,
@@ -86,7 +86,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             device=processes.device,
         )
 
-        _, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
+        tokenizer, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
         total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
         schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))
 
@@ -120,7 +120,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
 
         def write_adapter(tensors, folder):
             lora.save(model, folder, base=cfg.model.path, tensors=tensors)
-            models.copy_companions(source, folder)
+            models.copy_companions(source, folder, tokenizer.changed_files)
 
         with session.start(
             cfg.output_dir,

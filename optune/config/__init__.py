@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         RunConfig,
         ScheduleSection,
     )
-    from optune.config.targets import read_target, resolve_target, schedule_keywords
+    from optune.config.targets import bind_targets, read_target, resolve_target, schedule_keywords
 
 __all__ = [
     "CheckpointSection",
@@ -35,6 +35,7 @@ __all__ = [
     "ModelSection",
     "RunConfig",
     "ScheduleSection",
+    "bind_targets",
     "load",
     "looks_like_path",
     "option",
@@ -54,6 +55,7 @@ _FILES = {
     "option": "options",
     "looks_like_path": "paths",
     "ConfigProblemsError": "problems",
+    "bind_targets": "targets",
     "read_target": "targets",
     "resolve_target": "targets",
     "schedule_keywords": "targets",

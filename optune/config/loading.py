@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from collections.abc import Sequence as Arguments
 from pathlib import Path
 from typing import Any, TypeVar
 
 from optune.config.compose import compose
 from optune.config.convert import FAILED, convert
-from optune.config.nodes import TARGET, Mapping, Node, Sequence, to_node
+from optune.config.nodes import TARGET, Mapping, Node, Sequence, join, to_node
 from optune.config.options import rules_of
 from optune.config.problems import Problems
 from optune.config.target_keywords import GROUPS, check_groups, check_targets
@@ -31,22 +32,33 @@ def load(
     problems = Problems()
     tree = compose(_target_defaults(schema), Path(config_path), overrides, problems)
     cfg = convert(schema, tree, problems)
-    sections = [(field.name, rules_of(field).target) for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
-    kinds = {name: kind for name, kind in sections if kind}
 
     def where(path: str) -> str:
         return _place(tree, path)
 
     if cfg is not FAILED:
-        for name, kind in kinds.items():
-            setattr(cfg, name, check_names(getattr(cfg, name), kind, name, where, allow_targets, problems))
+        for section, name, path, kind in _find_targets(cfg):
+            setattr(section, name, check_names(getattr(section, name), kind, path, where, allow_targets, problems))
     problems.raise_if_any()
-    problems = check_targets(vars(cfg), kinds, where)
+    found = [(getattr(section, name), path, kind) for section, name, path, kind in _find_targets(cfg)]
+    problems = check_targets(found, where)
     problems.raise_if_any()
     if {GROUPS, "optimizer"} <= vars(cfg).keys():
         check_groups(vars(cfg)[GROUPS], vars(cfg)["optimizer"], where, problems)
         problems.raise_if_any()
     return cfg
+
+
+def _find_targets(section: Any, prefix: str = "") -> Iterator[tuple[Any, str, str, str]]:
+    """(section, key, dotted path, kind of target) of every key that may name a `_target_`, at any depth."""
+    for field in dataclasses.fields(section):
+        value, path = getattr(section, field.name), join(prefix, field.name)
+        if kind := rules_of(field).target:
+            yield section, field.name, path, kind
+        items = enumerate(value) if isinstance(value, list) else [(None, value)]
+        for index, item in items:
+            if dataclasses.is_dataclass(item):
+                yield from _find_targets(item, path if index is None else join(path, index))
 
 
 def _target_defaults(schema: type[Any]) -> Mapping:

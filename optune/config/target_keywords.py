@@ -6,7 +6,7 @@ This imports the classes, and with them torch, so it comes after everything else
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from optune.config.nodes import TARGET, join
@@ -19,15 +19,14 @@ GROUPS = "parameter_groups"
 MATCH = "match"
 
 
-def check_targets(sections: Mapping[str, Any], kinds: Mapping[str, str], where: Callable[[str], str]) -> Problems:
-    """Everything that is wrong with the `_target_`s in `sections`, whose kinds of class `kinds` says by key.
+def check_targets(found: Iterable[tuple[Any, str, str]], where: Callable[[str], str]) -> Problems:
+    """Everything that is wrong with the `_target_`s in `found`: (value, dotted key, kind of target).
 
     Fills in the learning rate that an optimizer would silently take from its own default. `where` gives the place of a
     dotted key.
     """
     problems = Problems()
-    for name, kind in kinds.items():
-        value = sections[name]
+    for value, name, kind in found:
         if isinstance(value, dict):
             _check(value, kind, name, where, problems)
         elif isinstance(value, list):
@@ -141,9 +140,14 @@ def _is_logger(found: Any) -> bool:
     return isinstance(found, type) and all(callable(getattr(found, name, None)) for name in ("start", "log", "close"))
 
 
+def _is_format(found: Any) -> bool:
+    return not isinstance(found, type)
+
+
 _KINDS: dict[str, tuple[str, Callable[[Any], bool], int]] = {
     "optimizer": ("an optimizer", _is_optimizer, 1),
     "schedule": ("a learning-rate scheduler", _is_scheduler, 1),
+    "format": ("a function of a row", _is_format, 1),
     "logger": ("a logger: a class with start, log and close", _is_logger, 0),
 }
 """What each kind is, how it is told, and how many of its first parameters do not come from the config."""

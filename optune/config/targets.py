@@ -7,6 +7,7 @@ neither.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import re
@@ -22,6 +23,7 @@ from optune.errors import ConfigError
 ALLOWED = {
     "optimizer": ("optune.optim", "torch.optim", "torchao.optim", "bitsandbytes.optim"),
     "schedule": ("optune.optim", "torch.optim"),
+    "format": ("optune.data",),
     "logger": ("optune.metrics", "torch.utils.tensorboard", "tensorboard", "wandb", "mlflow"),
 }
 """The packages that a key may name, by kind of target."""
@@ -58,6 +60,16 @@ def read_target(section: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What a section's `_target_` names, and the keywords beside it."""
     settings = {key: value for key, value in section.items() if key != TARGET}
     return resolve_target(section[TARGET]), settings
+
+
+def bind_targets(value: Any) -> Any:
+    """Plain values of a config in which every mapping with a `_target_` is that function with its keywords bound."""
+    if isinstance(value, Mapping):
+        if TARGET not in value:
+            return {key: bind_targets(item) for key, item in value.items()}
+        function, settings = read_target(value)
+        return functools.partial(function, **settings) if settings else function
+    return [bind_targets(item) for item in value] if isinstance(value, list) else value
 
 
 def schedule_keywords(schedule: Any) -> dict[str, Any]:

@@ -105,6 +105,8 @@ class RowEncoder:
         a wrong `format` alone.
         """
         read = None if format == "auto" else get_format(format)
+        if format == "preference" and not self.pairs:
+            raise _refuse_pairs("data.format")
         chunk = EncodedChunk(format=detected if format == "auto" else name_format(format))
         self.tokenizer.forget_seams()
         prepared = []
@@ -131,10 +133,7 @@ class RowEncoder:
         if isinstance(example, Pair) != self.pairs:
             if self.pairs:
                 raise RowError("holds no chosen and rejected answer, which this recipe trains")
-            raise DataError(
-                "rows of chosen and rejected answers (format preference) cannot be trained by this recipe",
-                hint="it trains single answers; where a row also holds one, data.format names how it is read",
-            )
+            raise _refuse_pairs()
         halves = example.halves() if isinstance(example, Pair) else (example,)
         return [self._prepare(chunk, where, half) for half in halves]
 
@@ -151,6 +150,8 @@ class RowEncoder:
             raise SkippedRow(NO_ANSWER)
         text = self.tokenizer.render_traced(messages, tools, parse_special=self.parse_special)
         chunk.end_ids |= self.tokenizer.end_ids(tools)
+        if day := self.tokenizer.printed_date(tools):
+            chunk.report.note(f"rows whose chat template may print the date, here {day} (data.template_date)", where)
         _note_left_out(chunk.report, where, example, text)
         wants_answers = self.train_on != "all" or any("weight" in message for message in messages)
         answers = tuple(self.tokenizer.find_answers(messages, tools, text)) if wants_answers else ()
@@ -221,6 +222,14 @@ class RowEncoder:
         trained[:1] = False
         report.too_long.merge(TooLong(1, length, length - limit, targets - int(trained.sum()), length))
         return dataclasses.replace(encoded, tokens=encoded.tokens[kept], trained=trained, weights=weights)
+
+
+def _refuse_pairs(where: str | None = None) -> DataError:
+    return DataError(
+        "rows of chosen and rejected answers (format preference) cannot be trained by this recipe",
+        where=where,
+        hint="it trains single answers; where a row also holds one, data.format names how it is read",
+    )
 
 
 def first_format(rows: Sequence[tuple[str, Any]]) -> str | None:
