@@ -5,7 +5,7 @@ names = lora.apply(model, rank=8, alpha=16, dropout=0.0, targets=["q_proj", "v_p
 lora.save(model, folder, base="HuggingFaceTB/SmolLM2-135M-Instruct")
 """
 
-from optune.lora.adapter import apply, layers, merge, state, trainable
+from optune.lora.adapter import apply, layers, merge, start, state, trainable
 from optune.lora.files import WEIGHTS_FILE, load, read_tensors, save, write_tensors
 from optune.lora.layer import LoraLinear
 from optune.lora.peft_config import CONFIG_FILE, AdapterConfig
@@ -23,6 +23,7 @@ __all__ = [
     "read_config",
     "read_tensors",
     "save",
+    "start",
     "state",
     "trainable",
     "write_tensors",

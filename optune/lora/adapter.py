@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from optune import shards
 from optune.errors import ConfigError
 from optune.lora import targets as selection
-from optune.lora.layer import LoraLinear
+from optune.lora.layer import LoraLinear, draw_start
 
 
 def apply(
@@ -76,6 +77,19 @@ def state(model: nn.Module) -> dict[str, Tensor]:
         tensors[f"{name}.lora_A.weight"] = layer.lora_A.weight.detach()
         tensors[f"{name}.lora_B.weight"] = layer.lora_B.weight.detach()
     return tensors
+
+
+@torch.no_grad()
+def start(model: nn.Module) -> None:
+    """Gives each adapter the values that `apply` starts it with, drawn from torch's global CPU generator as there.
+
+    For a model that was adapted on the meta device and has its memory now: seed, then call this. Of adapters that are
+    spread over processes each takes its own slices; all must be seeded alike.
+    """
+    for layer in layers(model).values():
+        down, up = layer.lora_A.weight, layer.lora_B.weight
+        shards.local_values(down).copy_(shards.slice_like(draw_start(layer.rank, layer.in_features), down))
+        shards.local_values(up).zero_()
 
 
 @torch.no_grad()

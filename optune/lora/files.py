@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from optune import shards
 from optune.errors import ModelError
 from optune.lora import adapter, peft_config
 from optune.lora.layer import LoraLinear
@@ -24,29 +24,40 @@ LISTED = 40
 """Tensors that an error names before it counts the rest."""
 
 
-def save(model: nn.Module, folder: str | Path, *, base: str, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+def save(
+    model: nn.Module, folder: str | Path, *, base: str, tensors: shards.Tensors | None = None, rank: int = 0
+) -> None:
     """Writes the adapters of `model` into `folder` so that PEFT and vLLM open it.
 
     `base`: what the adapter belongs to, a hub id or a folder; a folder that exists is written as an absolute path.
     `tensors`: the values to write, under the names of `state`; None takes those that the model has now. Tensors are
     written in the adapters' dtype.
+
+    Where they are spread over several processes, each calls this with its own `rank` and writes its slices; the folder
+    exists then, is the same for all, and is whole when all have returned.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     adapted = adapter.layers(model)
     if not adapted:
         raise ModelError("the model has no adapters to save")
-    base = str(Path(base).resolve()) if Path(base).is_dir() else base
-    peft_config.write(folder, model, adapted, base=base)
     values = adapter.state(model) if tensors is None else tensors
-    write_tensors({f"{PREFIX}{name}": tensor for name, tensor in values.items()}, folder)
+    keyed = {f"{PREFIX}{name}": tensor for name, tensor in values.items()}
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        base = str(Path(base).resolve()) if Path(base).is_dir() else base
+        peft_config.write(folder, model, adapted, base=base)
+    if shards.is_spread(keyed):
+        shards.write_file(folder / WEIGHTS_FILE, keyed, rank=rank)
+    elif rank == 0:
+        write_tensors({key: tensor for key, tensor in keyed.items() if isinstance(tensor, Tensor)}, folder)
 
 
 def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> list[str]:
     """Puts the adapter in `folder`, written by optune or PEFT, into `model`; returns the names of the adapted layers.
 
     A model without adapters gets the layers, ranks, scale and dropout that adapter_config.json says, in `dtype`, and is
-    frozen but for them. A model with adapters must have the same ones, and gets their values.
+    frozen but for them. A model with adapters must have the same ones, and gets their values; of adapters that are
+    spread over processes each reads its own slices.
 
     Raises ModelError that lists, all at once, what the config says that cannot be honoured; then all tensors that are
     missing, unexpected or misshapen. The model is not changed then.
@@ -56,7 +67,7 @@ def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.flo
     names = config.select(model)
     if not names:
         raise ModelError(f"target_modules {config.target_modules!r} match no linear layer", where=str(config.path))
-    tensors = read_tensors(folder)
+    tensors = _read_header(folder / WEIGHTS_FILE)
     problems = _compare_tensors(model, config, names, tensors) + _compare_base(model, names, tensors)
     if problems:
         more = [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
@@ -69,9 +80,8 @@ def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.flo
     else:
         adapter.check_free(model, names, where=str(config.path))
         _build(model, config, names, dtype)
-    with torch.no_grad():
-        for name, target in adapter.state(model).items():
-            target.copy_(tensors[f"{PREFIX}{name}"])
+    for name, target in adapter.state(model).items():
+        shards.read_part(tensors[f"{PREFIX}{name}"], target)
     return names
 
 
@@ -100,20 +110,23 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of adapter_model.safetensors by key. Raises ModelError where it is missing or damaged."""
-    path = folder / WEIGHTS_FILE
+    header = _read_header(folder / WEIGHTS_FILE)
+    return {key: shards.read_tensor(stored, stored.dtype) for key, stored in header.items()}
+
+
+def _read_header(path: Path) -> dict[str, shards.StoredTensor]:
     if not path.is_file():
         pickled = path.with_name("adapter_model.bin")
         hint = "adapter_model.bin is a pickle and is not opened: save it as safetensors" if pickled.exists() else None
         raise ModelError("there is no such file", where=str(path), hint=hint)
     try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        return shards.read_header(path)
+    except ModelError as error:
         raise ModelError(f"cannot be read: {error}", where=str(path)) from None
 
 
 def _compare_tensors(
-    model: nn.Module, config: AdapterConfig, names: list[str], tensors: Mapping[str, Tensor]
+    model: nn.Module, config: AdapterConfig, names: list[str], tensors: Mapping[str, shards.StoredTensor]
 ) -> list[str]:
     """Missing, misshapen and unexpected adapter tensors, each in words."""
     problems: list[str] = []
@@ -133,7 +146,7 @@ def _compare_tensors(
     return problems + [f"{key} is unexpected" for key in unexpected]
 
 
-def _compare_base(model: nn.Module, names: list[str], tensors: Mapping[str, Tensor]) -> list[str]:
+def _compare_base(model: nn.Module, names: list[str], tensors: Mapping[str, shards.StoredTensor]) -> list[str]:
     """PEFT puts embedding and head beside the adapter when one of them is adapted or the vocabulary has grown.
 
     They are accepted where they are the base's own; other values would be lost, and other sizes need a resized base.
@@ -152,9 +165,16 @@ def _compare_base(model: nn.Module, names: list[str], tensors: Mapping[str, Tens
                 f"{key} is {list(tensor.shape)} but the base's is {list(own.shape)}: the adapter was trained with "
                 f"another size of vocabulary; resize the base model first, save it, and use that as the base"
             )
-        elif own.device.type != "meta" and not torch.equal(tensor.to(own.device, own.dtype), own):
+        elif own.device.type != "meta" and not _holds(tensor, own):
             problems.append(f"{key} differs from the base's: changed base weights beside an adapter cannot be honoured")
     return problems
+
+
+def _holds(stored: shards.StoredTensor, own: Tensor) -> bool:
+    """Whether `own`, or what this process holds of it, is what is stored."""
+    read = torch.empty_like(own, requires_grad=False)
+    shards.read_part(stored, read)
+    return torch.equal(shards.local_values(read), shards.local_values(own))
 
 
 def _base_parameter(key: str, names: list[str]) -> str | None:

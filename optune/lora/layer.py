@@ -50,8 +50,7 @@ class LoraLinear(nn.Module):
         self.scale = alpha / math.sqrt(rank) if use_rslora else alpha / rank
         self.weight = base.weight
         self.register_parameter("bias", base.bias)
-        start_RI = torch.empty(rank, base.in_features, dtype=torch.float32)
-        nn.init.kaiming_uniform_(start_RI, a=math.sqrt(5))
+        start_RI = draw_start(rank, base.in_features)
         device = base.weight.device
         self.lora_A = AdapterMatrix(start_RI.to(device, dtype))
         self.lora_B = AdapterMatrix(torch.zeros(base.out_features, rank, device=device, dtype=dtype))
@@ -83,6 +82,12 @@ class LoraLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
+
+
+def draw_start(rank: int, in_features: int) -> Tensor:
+    """The values that A starts with, rank × in_features, in fp32: those of nn.Linear, from the global CPU generator."""
+    start_RI = torch.empty(rank, in_features, dtype=torch.float32)
+    return nn.init.kaiming_uniform_(start_RI, a=math.sqrt(5))
 
 
 def draw_keep(input_NI: Tensor, share: float) -> Tensor:

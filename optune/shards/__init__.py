@@ -5,7 +5,17 @@ would: it does not know how many have written it.
 """
 
 from optune.shards.materialize import materialize
-from optune.shards.parts import Part, Tensors, is_sharded, local_values, overlay, part_of, parts_of, slice_like
+from optune.shards.parts import (
+    Part,
+    Tensors,
+    is_sharded,
+    is_spread,
+    local_values,
+    overlay,
+    part_of,
+    parts_of,
+    slice_like,
+)
 from optune.shards.ranks import Ranks, check_shared
 from optune.shards.stored import FLOATS, StoredTensor, have_same_bytes, read_header, read_like, read_part, read_tensor
 from optune.shards.writing import write_file
@@ -19,6 +29,7 @@ __all__ = [
     "check_shared",
     "have_same_bytes",
     "is_sharded",
+    "is_spread",
     "local_values",
     "materialize",
     "overlay",

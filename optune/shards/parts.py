@@ -50,6 +50,11 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     return type(tensor).__name__ == "DTensor"
 
 
+def is_spread(tensors: Tensors) -> bool:
+    """Whether any of them is a part of a tensor, so that ranks write them together."""
+    return any(isinstance(tensor, Part) or is_sharded(tensor) for tensor in tensors.values())
+
+
 def local_values(tensor: Tensor) -> Tensor:
     """The values that this rank holds, detached, in the very memory of `tensor`."""
     detached = tensor.detach()
