@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optune import metrics, optim
+from optune import data, metrics, optim
 
 
 def show(title: str, fields: Mapping[str, object]) -> None:
@@ -31,20 +31,12 @@ def summarize(
     `source`; `batches`: see `data.build_batches`."""
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    report = batches.rows.report
     fields: dict[str, object] = {
         "model": name if name == str(source) else f"{name} ({source})",
         "parameters": metrics.describe_parameters(trained, sum(parameter.numel() for parameter in parameters)),
         "weights": f"{', '.join(sorted({_dtype_name(p) for p in parameters}))} on {parameters[0].device}",
     }
-    files = list(report.formats)
-    fields["data"] = ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
-    fields["rows"], *rest = report.lines()
-    for line in rest:
-        label, _, text = line.partition(": ")  # `skipped: …`, `note: …`
-        fields[label] = f"{fields[label]}; {text}" if label in fields else text
-    if batches.packs is not None:
-        fields["packs"] = f"{batches.units:,} of {batches.max_length} tokens, {batches.fill:.1%} full"
+    fields |= data.summarize(batches)
     fields["steps"] = metrics.describe_steps(
         total_steps,
         steps_per_epoch=batches.steps_per_epoch,

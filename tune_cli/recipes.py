@@ -17,11 +17,13 @@ from optune.errors import ConfigError, OptuneError
 
 @dataclass(frozen=True)
 class Recipe:
-    """A loaded recipe: its config schema and its `main(cfg, validate_only=False)`."""
+    """A loaded recipe: its config schema, its `main(cfg, validate_only=False)`, and its `make_batches` where it has
+    one."""
 
     reference: str
     schema: type[Any]
     main: Callable[..., Any]
+    make_batches: Callable[..., Any] | None = None
 
 
 def load_recipe(reference: str) -> Recipe:
@@ -47,7 +49,7 @@ def load_recipe(reference: str) -> Recipe:
             where=str(path),
             hint="`optune cat full_finetune` shows what a recipe looks like",
         )
-    return Recipe(reference, schema, main)
+    return Recipe(reference, schema, main, getattr(module, "make_batches", None))
 
 
 def find_recipe(reference: str) -> Path:

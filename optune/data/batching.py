@@ -153,13 +153,16 @@ class Batches:
         """The share of the packs' positions that hold a token; 1 without packing."""
         if self.packs is None:
             return 1.0
-        tokens = self.rows.lengths[self._rows_of_epoch(0)].sum()
-        return float(tokens) / (self.units * (self.max_length or 1))
+        return self.tokens() / (self.units * (self.max_length or 1))
 
     @property
     def positions_per_step(self) -> int:
         """Positions that the first step feeds, padding included: what a step of this run costs in memory."""
         return sum(microbatch.tokens_BT.numel() for microbatch in self.microbatches(0)) * self.world_size
+
+    def tokens(self, epoch: int = 0) -> int:
+        """Tokens of the rows of an epoch."""
+        return int(self.rows.lengths[self._rows_of_epoch(epoch)].sum())
 
     def positions(self, epoch: int = 0) -> int:
         """Positions that an epoch feeds over all ranks, padding included."""
