@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from optune import shards
 from optune.checkpoint.values import UnknownValueError, decode, encode, names_in
-from optune.errors import CheckpointError
+from optune.errors import CheckpointError, ModelError
 
 STATE_TENSORS = Path("optune") / "optimizer.safetensors"
 STATE_REST = Path("optune") / "optimizer.json"
@@ -96,8 +98,18 @@ def _pack_settings(group: Mapping[str, Any], index: int, tensors: dict[str, Tens
     return settings
 
 
-def write_optimizer(folder: Path, rest: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write what `pack_optimizer` returned into a checkpoint folder."""
+def write_optimizer(folder: Path, rest: dict[str, Any], tensors: shards.Tensors, rank: int = 0) -> None:
+    """Write what `pack_optimizer` returned into a checkpoint folder; with several ranks, what is this one's share."""
+    if shards.is_spread(tensors):
+        shards.write_file(folder / STATE_TENSORS, tensors, rank=rank)
+    elif rank == 0:
+        _write_whole({name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}, folder)
+    if rank == 0:
+        text = json.dumps(rest, indent=1, allow_nan=False) + "\n"
+        (folder / STATE_REST).write_text(text, encoding="utf-8")
+
+
+def _write_whole(tensors: Mapping[str, Tensor], folder: Path) -> None:
     seen: set[int] = set()
     ready = {}
     for name, tensor in tensors.items():
@@ -107,7 +119,6 @@ def write_optimizer(folder: Path, rest: dict[str, Any], tensors: Mapping[str, Te
         ready[name] = tensor.clone(memory_format=torch.contiguous_format) if is_shared else tensor.contiguous()
         seen.add(storage)
     save_file(ready, folder / STATE_TENSORS, metadata={"format": "pt"})
-    (folder / STATE_REST).write_text(json.dumps(rest, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def load_optimizer(
@@ -124,6 +135,9 @@ def load_optimizer(
     capturable or, for `step`, fused. Master weights are filled in place. Group settings are restored too, except those
     of `IMPLEMENTATION_FLAGS` and those named in `keep`: the settings whose change was allowed.
 
+    Where a parameter is a DTensor, so is its state, laid out alike; each rank reads its own slices. How many processes
+    wrote the checkpoint does not matter.
+
     Raises `CheckpointError` listing every missing, unexpected and misshapen name at once, before anything is changed.
     """
     own = _names_by_parameter(named_parameters)
@@ -139,11 +153,12 @@ def load_optimizer(
                     hint="the model, the adapters or the optimizer are not those that the checkpoint was made with; "
                     f"to begin a new run with its weights alone: model.path={folder}",
                 )
+            source = _Source(stored, folder)
             for group, saved in zip(optimizer.param_groups, rest["groups"], strict=True):
                 _restore_settings(group, saved["settings"], stored, keep)
                 for parameter, name in zip(group["params"], saved["parameters"], strict=True):
-                    _restore_parameter(optimizer, group, parameter, name, rest, stored)
-    except (OSError, SafetensorError) as error:
+                    _restore_parameter(optimizer, group, parameter, name, rest, source)
+    except (OSError, SafetensorError, ModelError) as error:
         raise CheckpointError(f"{STATE_TENSORS} cannot be read: {error}", where=str(folder)) from error
 
 
@@ -209,17 +224,32 @@ def _restore_settings(group: dict[str, Any], saved: dict[str, Any], stored: Any,
             group[key] = setting
 
 
+class _Source:
+    """The tensors of `STATE_TENSORS`: whole ones by way of safetensors, and the slices that a rank holds."""
+
+    def __init__(self, stored: Any, folder: Path) -> None:
+        self.get_tensor = stored.get_tensor
+        self._folder = folder
+
+    @cached_property
+    def places(self) -> dict[str, shards.StoredTensor]:
+        return shards.read_header(self._folder / STATE_TENSORS)
+
+
 def _restore_parameter(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     parameter: Tensor,
     name: str,
     rest: dict[str, Any],
-    stored: Any,
+    stored: _Source,
 ) -> None:
     if name in rest["masters"]:
-        with torch.no_grad():
-            parameter.copy_(stored.get_tensor(f"state.{name}.master"))
+        if shards.is_sharded(parameter):
+            shards.read_part(stored.places[f"state.{name}.master"], parameter)
+        else:
+            with torch.no_grad():
+                parameter.copy_(stored.get_tensor(f"state.{name}.master"))
     optimizer.state.pop(parameter, None)
     entries = rest["parameters"][name]["state"]
     if entries:
@@ -228,8 +258,17 @@ def _restore_parameter(
         }
 
 
-def _restore_value(value: Any, key: str, parameter: Tensor, group: Mapping[str, Any], stored: Any) -> Any:
+def _restore_value(value: Any, key: str, parameter: Tensor, group: Mapping[str, Any], stored: _Source) -> Any:
+    if shards.is_sharded(parameter) and isinstance(value, dict) and "wrapper" in value:
+        raise CheckpointError(
+            f"low-bit state ({key}) of a parameter that is spread over processes cannot be divided",
+            where=str(STATE_TENSORS),
+            hint="go on with one process, or with another optimizer",
+        )
+
     def read(name: str, device: str | None) -> Tensor:
+        if shards.is_sharded(parameter) and len(stored.places[name].shape):
+            return shards.read_like(stored.places[name], parameter)
         tensor = stored.get_tensor(name)
         if tensor.dim() == 0 and (key == "step" or parameter.dim() > 0):
             on_device = group.get("capturable") or (key == "step" and group.get("fused"))

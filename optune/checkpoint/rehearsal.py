@@ -7,33 +7,42 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from optune import files
+from optune import files, shards
+from optune.checkpoint.copying import find_tight_host
 from optune.checkpoint.folders import clear_leftovers, list_checkpoints
 from optune.checkpoint.manifest import check, count_bytes
 from optune.checkpoint.optimizer_state import Parameters, pack_optimizer
-from optune.checkpoint.writing import write_folder
+from optune.checkpoint.writing import aside_name, write_folder
 from optune.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _PROBE_SHAPE = (16, 16)
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a checkpoint will take: bytes of one, bytes of all that stand side by side, bytes free, seconds to write."""
+    """What a checkpoint will take: bytes of one, bytes of all that stand side by side, bytes free, seconds to write.
+
+    `tight_host` says, for several processes, which machine lacks the memory for all copies that its ranks would take.
+    """
 
     checkpoint_bytes: int
     peak_bytes: int
     free_bytes: int
     write_s: float
+    tight_host: str | None = None
 
     def __str__(self) -> str:
         one, peak, free = map(files.format_bytes, (self.checkpoint_bytes, self.peak_bytes, self.free_bytes))
-        return f"{one} each, up to {peak} in all, {free} free"
+        tight = f"; training will wait for saves: {self.tight_host}" if self.tight_host else ""
+        return f"{one} each, up to {peak} in all, {free} free{tight}"
 
 
 def rehearse(
@@ -46,6 +55,7 @@ def rehearse(
     keep_best: bool = False,
     saves: int = 1,
     resume_from: Path | None = None,
+    group: ProcessGroup | None = None,
 ) -> Rehearsal:
     """Write a checkpoint aside, check it, remove it, and compare what the run will need with what the disk has.
 
@@ -56,17 +66,42 @@ def rehearse(
     how many checkpoints the run will write; the most that stand side by side are `keep_last`, one more while it is
     written, and the best. The result in `model/` shares the last one's weights.
 
-    Raises `CheckpointError` when a checkpoint cannot be written or the disk is too small.
+    `group`: a gloo group over all processes, where several save one run; each calls this. What all of them write is
+    compared with the disk once, and the copies that all ranks of a machine will hold with that machine's memory.
+
+    Raises `CheckpointError` when a checkpoint cannot be written or the disk is too small, and `ConfigError` where the
+    processes do not see the same `run_dir`.
     """
+    ranks = shards.Ranks(group)
+    parameters = dict(named_parameters)
+    shards.check_shared(run_dir, ranks)
     if resume_from is not None:
-        return _check_room(run_dir, count_bytes(resume_from), keep_last, keep_best, saves)
+        size, seconds = ranks.lead(lambda: count_bytes(resume_from)), 0.0
+    else:
+        size, seconds = _try_save(run_dir, write_model, optimizer, parameters, ranks)
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    # The last save copies nothing.
+    tight_host = None if ranks.is_alone or saves < 2 else _find_tight_host(optimizer, trained, ranks)
+    most, free = ranks.lead(lambda: _check_room(run_dir, size, keep_last, keep_best, saves))
+    return Rehearsal(size, most * size, free, seconds, tight_host)
+
+
+def _try_save(
+    run_dir: Path,
+    write_model: Callable[[Path], None],
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Parameters,
+    ranks: shards.Ranks,
+) -> tuple[int, float]:
+    """The size that a checkpoint will have, and how long this one took."""
     rest, state = pack_optimizer(optimizer, named_parameters)
-    aside = run_dir / "checkpoints" / f"{files.ASIDE}rehearsal"
     start = time.perf_counter()
+    aside = run_dir / "checkpoints" / aside_name("rehearsal", ranks)
+    faults: list[str] = []
     try:
-        clear_leftovers(run_dir)
-        size = write_folder(aside, 0, write_model, rest, state, {})
-        faults = check(aside)
+        ranks.lead(lambda: clear_leftovers(run_dir))
+        size = write_folder(aside, 0, write_model, rest, state, {}, ranks)
+        faults = ranks.lead(lambda: check(aside))
     except Exception as error:
         if isinstance(error, CheckpointError):
             raise
@@ -76,18 +111,28 @@ def rehearse(
             hint=f"{files.format_bytes(shutil.disk_usage(run_dir).free)} are free; choose another output_dir",
         ) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if ranks.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
     if faults:
         raise CheckpointError(f"what was written cannot be read back: {'; '.join(faults)}", where=str(aside.parent))
     seconds = time.perf_counter() - start
-    size += estimate_state_bytes(optimizer)
-    return _check_room(run_dir, size, keep_last, keep_best, saves, seconds)
+    return size + estimate_state_bytes(optimizer), seconds
 
 
-def _check_room(
-    run_dir: Path, size: int, keep_last: int | None, keep_best: bool, saves: int, write_s: float = 0.0
-) -> Rehearsal:
-    """Compare what checkpoints of `size` bytes will need with what the disk has."""
+def _find_tight_host(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], ranks: shards.Ranks
+) -> str | None:
+    """Where the copies of the ranks will not fit in memory together: of the trained `parameters`, and their state."""
+    state = pack_optimizer(optimizer, parameters)[1]
+    parts = shards.parts_of({f"model/{name}": tensor for name, tensor in parameters.items()} | state, ranks.rank)
+    own = sum(part.nbytes for part in parts.values())
+    held = sum(tensor.numel() for tensor in parameters.values()) or 1
+    written = sum(parts[f"model/{name}"].nbytes // parameters[name].element_size() for name in parameters)
+    return find_tight_host(round(own + estimate_state_bytes(optimizer) * written / held), ranks)
+
+
+def _check_room(run_dir: Path, size: int, keep_last: int | None, keep_best: bool, saves: int) -> tuple[int, int]:
+    """How many checkpoints of `size` bytes will stand side by side, and the bytes free; raises where those are few."""
     most = saves if keep_last is None else min(saves, keep_last + 1 + keep_best)
     present = len(list_checkpoints(run_dir))
     # Where old ones are pruned, those that are there already make room for new ones.
@@ -100,7 +145,7 @@ def _check_room(
             where=str(run_dir.absolute()),
             hint="make room, lower checkpoint.keep_last, or choose another output_dir",
         )
-    return Rehearsal(size, most * size, free, write_s)
+    return most, free
 
 
 def estimate_state_bytes(optimizer: torch.optim.Optimizer) -> int:

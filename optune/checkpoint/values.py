@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from optune import shards
 from optune.errors import CheckpointError
 
 _WRAPPER_PACKAGE = "torchao"
@@ -51,7 +52,9 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], home: torch.device
 
 
 def _encode_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor], home: torch.device | None) -> Any:
-    kind = type(tensor)
+    kind = type(shards.local_values(tensor)) if shards.is_sharded(tensor) else type(tensor)
+    if shards.is_sharded(tensor) and kind is not Tensor:
+        raise UnknownValueError(f"{name} is a {kind.__qualname__} spread over processes, which are not put together")
     if kind in (Tensor, torch.nn.Parameter):
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise UnknownValueError(f"{name} is a tensor of layout {tensor.layout}")

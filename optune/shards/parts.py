@@ -36,6 +36,11 @@ class Part:
     runs: tuple[Runs, ...]
     values: Tensor | None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank writes."""
+        return 0 if self.values is None else self.values.nbytes
+
     def __post_init__(self) -> None:
         held = math.prod(sum(stop - start for start, stop in runs) for runs in self.runs)
         if self.values is not None and self.values.numel() != held:
@@ -82,9 +87,16 @@ def parts_of(tensors: Tensors, rank: int) -> dict[str, Part]:
     return {name: part_of(tensor, rank) for name, tensor in tensors.items()}
 
 
-def overlay(parts: Mapping[str, Part], values: Mapping[str, Tensor]) -> dict[str, Part]:
-    """The parts with other memory under them, such as a copy: `values` has one for each part that is written."""
-    return {name: part if part.values is None else replace(part, values=values[name]) for name, part in parts.items()}
+def overlay(tensors: Tensors, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The same tensors and parts with other memory under them, such as a copy, for all that is written."""
+    return {
+        name: values[name]
+        if not isinstance(each, Part)
+        else each
+        if each.values is None
+        else replace(each, values=values[name])
+        for name, each in tensors.items()
+    }
 
 
 def runs_of(tensor: DTensor) -> tuple[Runs, ...]:
