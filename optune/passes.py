@@ -6,7 +6,8 @@
 only each block's inputs; backward then goes block by block from the top, recomputing and differentiating one microbatch
 at a time. When a block has seen its last microbatch its gradients are complete, so a stepper that steps in backward
 frees them before the block below begins: one block's gradients are alive, with exact accumulation. The cost is that of
-activation checkpointing (one more forward) and the inputs of all blocks for all microbatches.
+activation checkpointing (one more forward) and the inputs of all blocks for all microbatches. Of a sharded model each
+block is gathered once for all microbatches, and its gradients are summed over ranks once.
 
 In both, each microbatch has its own stream of random numbers through all stages, so dropout draws the same.
 
@@ -15,8 +16,8 @@ Shapes: B rows, T positions, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,31 +97,60 @@ def breadth_first(work: Work, pass_index: int) -> list[Tensor]:
         starts: list[list[_RandomState]] = []
         for block in model.blocks:
             starts.append([stream.state for stream in streams])
-            inputs.append([streams[i].run(block, inputs[-1][i], contexts[i]) for i in range(count)])
+            with _gathered(block):
+                inputs.append([streams[i].run(block, inputs[-1][i], contexts[i]) for i in range(count)])
 
     # A tied head gives its weight only a part of the gradient: the embedding, differentiated last, completes it.
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     sums: list[Tensor] = []
     grads: list[Tensor | None] = []
-    for i, hidden_BTD in enumerate(inputs.pop()):
-        hidden_BTD.requires_grad_(lowest < len(model.blocks))
-        with work.gate(i, pass_index, completes=not tied):
-            loss_sum = streams[i].run(work.loss, model, model.final_norm(hidden_BTD), microbatches[i])
-            (loss_sum / work.num_targets).backward()
-        sums.append(loss_sum.detach())
-        grads.append(hidden_BTD.grad)
-    for depth in range(len(model.blocks) - 1, max(lowest, 0) - 1, -1):
+    with _gathered(model):
         for i, hidden_BTD in enumerate(inputs.pop()):
-            hidden_BTD.requires_grad_(depth > lowest)
-            streams[i].state = starts[depth][i]
-            with work.gate(i, pass_index):
-                streams[i].run(model.blocks[depth], hidden_BTD, contexts[i]).backward(grads[i])
-            grads[i] = hidden_BTD.grad
-    if lowest < 0:
-        for i in range(count):
-            with work.gate(i, pass_index):
-                model.embed(microbatches[i].tokens_BT).backward(grads[i])
+            hidden_BTD.requires_grad_(lowest < len(model.blocks))
+            _sum_gradients(model, i == count - 1)
+            with work.gate(i, pass_index, completes=not tied):
+                loss_sum = streams[i].run(work.loss, model, model.final_norm(hidden_BTD), microbatches[i])
+                (loss_sum / work.num_targets).backward()
+            sums.append(loss_sum.detach())
+            grads.append(hidden_BTD.grad)
+        for depth in range(len(model.blocks) - 1, max(lowest, 0) - 1, -1):
+            block = model.blocks[depth]
+            with _gathered(block):
+                for i, hidden_BTD in enumerate(inputs.pop()):
+                    hidden_BTD.requires_grad_(depth > lowest)
+                    streams[i].state = starts[depth][i]
+                    _sum_gradients(block, i == count - 1)
+                    with work.gate(i, pass_index):
+                        streams[i].run(block, hidden_BTD, contexts[i]).backward(grads[i])
+                    grads[i] = hidden_BTD.grad
+        if lowest < 0:
+            for i in range(count):
+                _sum_gradients(model, i == count - 1)
+                with work.gate(i, pass_index):
+                    model.embed(microbatches[i].tokens_BT).backward(grads[i])
     return sums
+
+
+@contextmanager
+def _gathered(module: Any) -> Iterator[None]:
+    """Around the uses of a module by all microbatches. Where it is sharded (FSDP2), its own weights stay gathered."""
+    if not hasattr(module, "unshard"):
+        yield
+        return
+    module.set_reshard_after_forward(False, recurse=False)
+    module.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        module.set_reshard_after_forward(True, recurse=False)
+        module.set_reshard_after_backward(True, recurse=False)
+        module.reshard()
+
+
+def _sum_gradients(module: Any, is_last: bool) -> None:
+    """Says whether the next backward sums over ranks what the microbatches have gathered in a sharded module."""
+    if hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(is_last, recurse=False)
 
 
 def _lowest_trained_depth(model: Any) -> int:

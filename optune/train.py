@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,15 @@ from optune.optim import Stepper
 from optune.passes import Work, breadth_first, depth_first
 from optune.types import Microbatch
 
+SumOverRanks = Callable[[Sequence[float]], list[float]]
+"""Sums each number over the ranks that see different rows, see `optune.distributed`; `list` is that for one of them."""
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did: `loss` is the mean over the targets of all its microbatches, `grad_norm` the global norm
-    before clipping, `skipped` says that the gradient was not finite; `tokens` are counted without padding."""
+    """What one step did, all ranks together: `loss` is the mean over the targets of all its microbatches, `grad_norm`
+    the global norm before clipping, `skipped` says that the gradient was not finite; `tokens` are counted without
+    padding."""
 
     loss: float
     rows: int
@@ -55,16 +59,24 @@ def train_step(
     seed: int,
     step: int,
     rank: int = 0,
+    sum_over_ranks: SumOverRanks = list,
     accumulation: str = "depth_first",
 ) -> StepResult:
     """One update of `model` from `microbatches` (this rank's part of the step), and what it did.
 
-    `accumulation` is `depth_first` (a forward and a backward for each microbatch) or `breadth_first` (all microbatches
-    through each block). Raises TrainingError where the step has no target at all.
+    `rank` tells apart those that see different rows, and `sum_over_ranks` sums numbers over them: what a step counts
+    before its first backward, and its loss after the last one. `accumulation` is `depth_first` (a forward and a
+    backward for each microbatch) or `breadth_first` (all microbatches through each block). Raises TrainingError where
+    the step has no target at all.
     """
     device = next(model.parameters()).device
     model.train()
-    num_targets = sum(microbatch.count_targets() for microbatch in microbatches)
+    counts = (
+        sum(microbatch.count_targets() for microbatch in microbatches),
+        sum(len(microbatch.rows) for microbatch in microbatches),
+        sum(microbatch.num_tokens for microbatch in microbatches),
+    )
+    num_targets, num_rows, num_tokens = sum_over_ranks(counts)
     if num_targets == 0:
         raise TrainingError(
             f"step {step + 1} has no target: {_name_rows(microbatches)}",
@@ -76,11 +88,12 @@ def train_step(
     for pass_index in range(stepper.passes):
         sums = _PASSES[accumulation](work, pass_index)  # the same in each pass
     stats = stepper.finish()
+    (loss_sum,) = sum_over_ranks([torch.stack(sums).double().sum().item()])
     return StepResult(
-        loss=torch.stack(sums).double().sum().item() / num_targets,
-        rows=sum(len(microbatch.rows) for microbatch in microbatches),
+        loss=loss_sum / num_targets,
+        rows=int(num_rows),
         targets=num_targets,
-        tokens=sum(microbatch.num_tokens for microbatch in microbatches),
+        tokens=int(num_tokens),
         grad_norm=stats.grad_norm,
         clip_factor=stats.clip_factor,
         skipped=stats.skipped,
@@ -126,8 +139,13 @@ def check_accumulation(accumulation: str, when: str, num_microbatches: int) -> N
 
 
 @torch.no_grad()
-def evaluate(model: Any, loss: Loss, microbatches: Iterable[Microbatch]) -> float:
-    """The mean loss over all targets of `microbatches`, with dropout off; generators and mode stay as they were."""
+def evaluate(
+    model: Any, loss: Loss, microbatches: Iterable[Microbatch], *, sum_over_ranks: SumOverRanks = list
+) -> float:
+    """The mean loss over all targets of `microbatches`, with dropout off; generators and mode stay as they were.
+
+    `microbatches` are this rank's part, as many as every other rank's; `sum_over_ranks` sums numbers over them.
+    """
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -138,6 +156,7 @@ def evaluate(model: Any, loss: Loss, microbatches: Iterable[Microbatch]) -> floa
         total += loss(model, hidden_BTD, on_device).item()
         targets += microbatch.count_targets()
     model.train(was_training)
+    total, targets = sum_over_ranks([total, targets])
     return total / targets if targets else math.nan
 
 

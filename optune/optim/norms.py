@@ -1,17 +1,19 @@
 """The norm of the gradient and the factor that clips it, the same numbers in every mode.
 
 Each parameter is measured alone, in fp32, and the parameters are combined in `named_parameters` order; so it does not
-matter when, or in which group, a gradient was measured.
+matter when, or in which group, a gradient was measured. Of a sharded gradient each rank measures its part; what the
+ranks have is combined by one sum of one number, whatever the layout.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from optune.optim.kinds import is_sharded
+from optune.optim.kinds import is_sharded, local_part
 
 ROW = 4096
 """Elements that are summed in one go. One fp32 sum over 28 million elements (an embedding) was seen 0.16 % off on CPU;
@@ -21,7 +23,8 @@ CHUNK = 64 * ROW
 
 
 def parameter_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The L2 norm of each gradient, as an fp32 scalar on the gradient's device (a DTensor for a DTensor)."""
+    """The L2 norm of each gradient, as an fp32 scalar on the gradient's device; of a DTensor, this rank's part's."""
+    gradients = [local_part(gradient) for gradient in gradients]
     norms: list[Tensor | None] = [norm_by_rows(gradient) if _goes_by_rows(gradient) else None for gradient in gradients]
     # What is left for torch is small, or on a device whose reductions are trees; it takes all of it in one call.
     rest = [index for index, norm in enumerate(norms) if norm is None]
@@ -31,7 +34,7 @@ def parameter_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _goes_by_rows(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.numel() > 4 * ROW and not is_sharded(tensor)
+    return tensor.device.type == "cpu" and tensor.numel() > 4 * ROW
 
 
 def _norms_by_torch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -64,14 +67,36 @@ def _row_norms(flat: Tensor) -> list[Tensor]:
 def combine_norms(norms: Iterable[Tensor | None]) -> float:
     """The norm over all parameters from their norms in `named_parameters` order; None stands for no gradient.
 
-    0.0 when no parameter has a gradient. With sharded gradients it is one all-reduce, which every rank must reach.
+    0.0 when no parameter has a gradient.
     """
     present = [norm for norm in norms if norm is not None]
     if not present:
         return 0.0
     first = present[0].device
-    total = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in present]))
-    return float(total.full_tensor() if is_sharded(total) else total)
+    return float(torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in present])))
+
+
+def combine_sharded_norms(norms: Sequence[Tensor | None], shares: Sequence[float], device: torch.device) -> float:
+    """The same where `norms` are of this rank's parts: one sum over all processes, which every one must reach.
+
+    `shares`: see `share`. Squares are summed in float64, so the order of ranks does not show in fp32.
+    """
+    present = [(norm, each) for norm, each in zip(norms, shares, strict=True) if norm is not None]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if present:
+        squares = torch.stack([norm for norm, _ in present]).double().square()
+        total += squares @ torch.tensor([each for _, each in present], dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(total)
+    return float(total.sqrt().float())
+
+
+def share(parameter: Tensor) -> float:
+    """What this rank's part counts in a sum over all processes: 1 / the number of them that hold this very part."""
+    parts = 1
+    if is_sharded(parameter):
+        sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
+    return parts / torch.distributed.get_world_size()
 
 
 def clip_factor(grad_norm: float, max_grad_norm: float | None) -> float:

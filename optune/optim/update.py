@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optune.optim.buckets import Bucket, Entry
-from optune.optim.norms import clip_factor, combine_norms, parameter_norms
+from optune.optim.kinds import is_sharded
+from optune.optim.norms import clip_factor, combine_norms, combine_sharded_norms, parameter_norms, share
 from optune.optim.subset import slice_groups, step_slices
 
 
@@ -24,6 +25,8 @@ class Update:
         self.entries = list(entries)
         self.max_grad_norm = max_grad_norm
         self._norms: list[Tensor | None] = [None] * len(self.entries)
+        weights = [entry.weight for entry in self.entries]
+        self._shares = [share(weight) for weight in weights] if any(map(is_sharded, weights)) else None
 
     def prepare(self, name: str, entries: Sequence[Entry]) -> Bucket:
         """A part that can be stepped on its own."""
@@ -47,7 +50,10 @@ class Update:
 
     def take_norm(self) -> float:
         """The norm over everything measured since the last call. With sharded gradients all ranks must call it."""
-        norm = combine_norms(self._norms)
+        if self._shares is None:
+            norm = combine_norms(self._norms)
+        else:
+            norm = combine_sharded_norms(self._norms, self._shares, self.entries[0].weight.device)
         self.forget_norms()
         return norm
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optune.optim.buckets import Bucket, Entry
-from optune.optim.kinds import is_sharded
+from optune.optim.kinds import local_part
 from optune.optim.stash.base import Stash
 from optune.optim.stepper import SkipCounter
 from optune.optim.update import Update
@@ -82,11 +82,6 @@ class HostStash(Stash):
         self._moved = {}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
 def make_mover(device: torch.device) -> Mover:
     """The mover for gradients on `device`."""
     return CudaMover(device) if device.type == "cuda" else PlainMover()
@@ -130,7 +125,7 @@ class CudaMover:
 
     def to_host(self, entry: Entry) -> None:
         assert entry.weight.grad is not None
-        gradient = _local(entry.weight.grad)
+        gradient = local_part(entry.weight.grad)
         buffer = self._buffers.get(entry.index)
         if buffer is None:
             buffer = torch.empty_like(gradient, device="cpu", pin_memory=True)
@@ -148,8 +143,8 @@ class CudaMover:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for entry, gradient in zip(entries, gradients, strict=True):
-                _local(gradient).copy_(self._buffers[entry.index], non_blocking=True)
-                _local(gradient).record_stream(self._stream)
+                local_part(gradient).copy_(self._buffers[entry.index], non_blocking=True)
+                local_part(gradient).record_stream(self._stream)
         for entry, gradient in zip(entries, gradients, strict=True):
             entry.weight.grad = gradient
 
