@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optune import data, metrics, optim
+from optune import metrics, optim
 
 
 def show(title: str, fields: Mapping[str, object]) -> None:
@@ -36,7 +36,7 @@ def summarize(
         "parameters": metrics.describe_parameters(trained, sum(parameter.numel() for parameter in parameters)),
         "weights": f"{', '.join(sorted({_dtype_name(p) for p in parameters}))} on {parameters[0].device}",
     }
-    fields |= data.summarize(batches)
+    fields |= batches.describe()
     fields["steps"] = metrics.describe_steps(
         total_steps,
         steps_per_epoch=batches.steps_per_epoch,

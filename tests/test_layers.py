@@ -35,7 +35,7 @@ ALLOWED = {
     "resuming": BASE | {"checkpoint", "optim"},
     "session": BASE
     | {"checkpoint", "metrics", "optim", "resuming", "run_folder", "signals", "start_summary", "time_limit", "train"},
-    "start_summary": BASE | {"data", "metrics", "optim"},
+    "start_summary": BASE | {"metrics", "optim"},
     "train": BASE | {"loss", "optim", "passes"},
 }
 """Parts whose rule is not the peers' own: `train`, `session` and `export` stand above them (data, lora, loss, …)."""

@@ -7,7 +7,6 @@ A row's way: `sources.py` (file → JSON rows) → `formats.py` (row → convers
 from optune.data.batching import Batches, ValidationBatches, build_batches, build_validation_batches
 from optune.data.loading import load_pairs, load_rows
 from optune.data.rows import Report, Row, Rows, Tally
-from optune.data.summary import summarize
 from optune.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -23,5 +22,4 @@ __all__ = [
     "load_pairs",
     "load_rows",
     "load_tokenizer",
-    "summarize",
 ]

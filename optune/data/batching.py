@@ -22,6 +22,7 @@ import torch
 
 from optune.data.packing import assign_packs, group_packs
 from optune.data.rows import Row, Rows
+from optune.data.summary import summarize
 from optune.errors import DataError
 from optune.types import IGNORE, Microbatch
 
@@ -176,6 +177,10 @@ class Batches:
 
     def _widen(self, widths: np.ndarray) -> np.ndarray:
         return -(-np.maximum(1, widths) // self.pad_to_multiple) * self.pad_to_multiple
+
+    def describe(self) -> dict[str, str]:
+        """What is trained and what is not, as `label: text`."""
+        return summarize(self)
 
     def epoch(self, step: int) -> float:
         """Epochs that are finished once `step` steps are done."""

@@ -146,9 +146,9 @@ class Report:
     def lines(self) -> list[str]:
         """The report for people."""
         formats = ", ".join(dict.fromkeys(self.formats.values()))
-        total = f"{self.kept} of {self.rows} rows ({formats}), {self.targets} targets in {self.tokens} tokens"
+        trained = f"{self.targets:,} targets in {self.tokens:,} tokens ({self.targets / max(1, self.tokens):.1%})"
         return [
-            f"{total}, longest row {self.longest} tokens",
+            f"{self.kept:,} of {self.rows:,} rows ({formats}), {trained}, longest row {self.longest:,} tokens",
             *(f"skipped: {line}" for line in self.skipped_lines()),
             *(f"note: {line}" for line in self.noted_lines()),
         ]

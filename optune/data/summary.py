@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optune.data.batching import Batches
+if TYPE_CHECKING:
+    from optune.data.batching import Batches
 
 _BARS = "▁▂▃▄▅▆▇█"
 

@@ -223,7 +223,8 @@ def test_the_report_counts_what_is_there(tmp_path: Path, t0: data.Tokenizer) -> 
     assert report.tokens == sum(len(row.tokens) for row in rows)
     assert report.longest == max(len(row.tokens) for row in rows)
     assert report.lines() == [
-        f"3 of 5 rows (messages), 7 targets in {report.tokens} tokens, longest row {report.longest} tokens",
+        f"3 of 5 rows (messages), 7 targets in {report.tokens} tokens ({7 / report.tokens:.1%}), "
+        f"longest row {report.longest} tokens",
         f"skipped: 1 no messages ({tmp_path}/rows.jsonl:5)",
         f"skipped: 1 longer than max_length=64 ({tmp_path}/rows.jsonl:4)",
     ]
