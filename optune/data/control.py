@@ -2,20 +2,21 @@
 
 A control token is an added token that the tokenizer calls special, or that the chat template writes itself. Written by
 the template it is one token. Inside a message it is text: `<|im_end|>` in a question is seven characters and more, so
-that nobody forges a turn and no harmless document about chat formats breaks a row.
+that nobody forges a turn and no harmless document about chat formats breaks a row. One exception: marks such as
+`<think>`, which are not special and no part of a plain chat, are tokens in an answer, because the model writes them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tokenizers
 
-from optune.data.traced import DATA, GENERATED, Traced, plain, spans_of
+from optune.data.traced import DATA, FIRST_MESSAGE, GENERATED, Traced, concat, plain, spans_of
 from optune.errors import DataError
 
 _FENCE = "\U0010fffc"
@@ -125,6 +126,23 @@ class PlainText:
             raise DataError(f"the vocabulary has gaps (id {clash[0]}), so markers in messages cannot be kept as text")
         self._second = second
         return second
+
+
+def release_spoken(text: Traced, messages: Sequence[Mapping[str, Any]], is_spoken: re.Pattern[str]) -> Traced:
+    """The text with the markers that match `is_spoken` in what the assistant says as if the template had written them.
+
+    Markers in tool calls stay text.
+    """
+    pieces, given = [], plain(text)
+    for start, end, origin in spans_of(text):
+        index, cursor = (origin & ~GENERATED) - FIRST_MESSAGE, start
+        says_words = index >= 0 and messages[index]["role"] == "assistant" and not messages[index].get("tool_calls")
+        for match in is_spoken.finditer(given[start:end]) if says_words else ():
+            pieces += [text[cursor : start + match.start()], Traced(match[0])]
+            cursor = start + match.end()
+        pieces.append(text[cursor:end])
+    released = concat(pieces)
+    return released if isinstance(released, Traced) else text
 
 
 def fence_markers(value: Any, is_control: re.Pattern[str]) -> Any | None:

@@ -155,7 +155,7 @@ class RowEncoder:
         _note_left_out(chunk.report, where, example, text)
         wants_answers = self.train_on != "all" or any("weight" in message for message in messages)
         answers = tuple(self.tokenizer.find_answers(messages, tools, text)) if wants_answers else ()
-        return _Prepared(where, example, text, answers)
+        return _Prepared(where, example, self.tokenizer.release_spoken(text, messages, tools), answers)
 
     def _encode(self, chunk: EncodedChunk, prepared: list[_Prepared]) -> None:
         texts = [row.text for row in prepared if row.text is not None]

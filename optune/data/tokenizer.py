@@ -7,6 +7,7 @@ and pad), and the chat templates in `chat_template.jinja`, `additional_chat_temp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from datetime import date, datetime
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from optune.data.control import PlainText, compile_control, fence_markers
+from optune.data.control import PlainText, compile_control, fence_markers, release_spoken
 from optune.data.encoding import Encoded, TrainOn, encode, mark_answers
 from optune.data.spans import Answer, AnswerFinder
 from optune.data.template import ChatTemplate
@@ -30,6 +31,7 @@ from optune.data.tokenizer_files import (
     read_templates,
 )
 from optune.data.traced import DATA, Traced, plain
+from optune.data.word_cache import WordCache
 from optune.errors import DataError, ModelError
 
 
@@ -114,9 +116,11 @@ class Tokenizer:
         self.template_name = next((template.name for template in self._templates.values()), None)
         literals = "\0".join(template.literals for template in self._templates.values())
         self.is_control = compile_control(self._added.values(), literals, names.get("eos_token"))
+        self._words = WordCache(backend)
         self._plain_text = PlainText(backend, self._added, self.is_control)
         self.control_ids = self._plain_text.control_ids
         self._finders: dict[str, AnswerFinder] = {}
+        self._spoken: dict[str, re.Pattern[str] | None] = {}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of a text. `special=False`: the text alone, markers in it being plain text. `special=True`: markers
@@ -137,7 +141,7 @@ class Tokenizer:
         """Each text as one encoding, `begin` putting the BOS. No position is marked as trained."""
         return encode(
             texts,
-            self._backend,
+            self._words,
             self._plain_text,
             bos_id=self.bos_id,
             adds_bos=self.adds_bos and begin,
@@ -164,7 +168,7 @@ class Tokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Token ids of the rendered conversation, and for each whether it is trained under `train_on`."""
         traced = self.render_traced(messages, tools, add_generation_prompt=add_generation_prompt)
-        (encoded,) = self.encode_traced([traced])
+        (encoded,) = self.encode_traced([self.release_spoken(traced, messages, tools)])
         if not add_generation_prompt:
             encoded = mark_answers(encoded, self.find_answers(messages, tools, traced), messages, train_on)
         return encoded.tokens.tolist(), encoded.trained.tolist()
@@ -208,6 +212,26 @@ class Tokenizer:
         # Where several tokens end an answer together it is the last of them.
         tokens = [found[-1] for end in ends if (found := self.is_control.findall(end))]
         return {i for i in (self.eos_id, *map(self._backend.token_to_id, tokens)) if i is not None}
+
+    def release_spoken(self, text: Traced, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None) -> Traced:
+        """A rendered conversation as it is to be encoded: in answers, marks such as `<think>` are the model's own."""
+        template = self._choose(tools)
+        if template.name not in self._spoken:
+            self._spoken[template.name] = self._learn_spoken(template)
+        spoken = self._spoken[template.name]
+        return text if spoken is None or not spoken.search(plain(text)) else release_spoken(text, messages, spoken)
+
+    def _learn_spoken(self, template: ChatTemplate) -> re.Pattern[str] | None:
+        """Matches the control tokens that are not special and that a chat of plain words is rendered without."""
+        question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+        try:
+            chat = template.render([question, answer, question], add_generation_prompt=True)
+        except DataError:
+            return None
+        turns = set(self.is_control.findall(plain(chat)))
+        known = [token.content for token in self._added.values() if not token.special]
+        spoken = [token for token in known if self.is_control.fullmatch(token) and token not in turns]
+        return re.compile("|".join(map(re.escape, sorted(spoken, key=len, reverse=True)))) if spoken else None
 
     def printed_date(self, tools: Sequence[Any] | None) -> date | None:
         """The day that the chat template may print, None for one that prints none."""

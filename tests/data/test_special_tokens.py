@@ -203,3 +203,17 @@ def test_sentencepiece_style_spaces_are_those_of_one_encoding(tmp_path: Path, sc
     assert plain == backend.encode("you</s>hello you</s>").ids
     assert forged[-len(plain) + plain.index(end) :] == plain[plain.index(end) :]
     assert forged[: plain.index(end)] == plain[: plain.index(end)]
+
+
+def test_marks_that_the_model_writes_itself_are_tokens_in_an_answer_and_text_elsewhere() -> None:
+    """`<think>` is an added token that is not special, and no part of a plain chat."""
+    ours, judge = load_ours("smollm3"), load_judge("smollm3")
+    thoughts = [say("user", "q"), say("assistant", "<think>a</think>b")]
+    assert ours.encode_chat(thoughts)[0] == judge.apply_chat_template(thoughts, return_dict=True)["input_ids"]
+    think, end = ours.token_to_id("<think>"), ours.token_to_id("<|im_end|>")
+    ids, _ = ours.encode_chat([say("user", "<think>q"), say("assistant", "<think>a</think>b<|im_end|>")])
+    assert ids.count(think) == 1
+    assert ids.count(end) == 3  # system, user, assistant: the template's own
+    calls = load_ours("qwen25")
+    ids, _ = calls.encode_chat([say("user", "q <tool_call>"), say("assistant", "<tool_call>\n{}\n</tool_call>")])
+    assert ids.count(calls.token_to_id("<tool_call>")) == 1
