@@ -9,16 +9,16 @@ following word counts the space with the word.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import tokenizers
 
 from optune.data.control import PlainText
 from optune.data.spans import Answer
 from optune.data.traced import Traced, plain
+from optune.data.word_cache import Locate, WordCache
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 
@@ -37,7 +37,7 @@ class Encoded:
     tokens: np.ndarray
     trained: np.ndarray
     weights: np.ndarray | None = None
-    locate: Callable[[int, int], tuple[int, int]] | None = None
+    locate: Locate | None = None
     begins: bool = False
     forged: int = 0
     stuck: int = 0
@@ -45,30 +45,28 @@ class Encoded:
 
 def encode(
     texts: Sequence[Traced],
-    backend: tokenizers.Tokenizer,
+    words: WordCache,
     plain_text: PlainText,
     *,
     bos_id: int | None,
     adds_bos: bool,
     parse_special: bool = False,
 ) -> list[Encoded]:
-    """Each text as one encoding, in parallel over the texts.
+    """Each text as one encoding, `words` knowing the tokenizer and what it has seen before.
 
     `adds_bos`: `bos_id` is put in front where the text does not begin with it already. `parse_special`: markers inside
     messages become control tokens; otherwise they stay text.
     """
     forged = [0 if parse_special else plain_text.find_forged(text) for text in texts]
     ordinary = [plain(text) for text, count in zip(texts, forged, strict=True) if not count]
-    # A chunk of one is encoded without waking the thread pool.
-    encodings = iter(backend.encode_batch(ordinary, add_special_tokens=False) if ordinary else [])
+    encodings = iter(words.encode(ordinary))
     rows = []
     for text, count in zip(texts, forged, strict=True):
         if count:
             tokens, offsets, stuck = plain_text.encode(text)
             rows.append(_finish(tokens, _locate_by_offsets(offsets), bos_id, adds_bos, count, stuck))
         else:
-            encoding = next(encodings)
-            rows.append(_finish(np.array(encoding.ids, np.int32), _locate_by_encoding(encoding), bos_id, adds_bos))
+            rows.append(_finish(*next(encodings), bos_id, adds_bos))
     return rows
 
 
@@ -112,7 +110,7 @@ def _with_targets(encoded: Encoded, trained: np.ndarray, weights: np.ndarray | N
 
 def _finish(
     tokens: np.ndarray,
-    locate: Callable[[int, int], tuple[int, int]],
+    locate: Locate,
     bos_id: int | None,
     adds_bos: bool,
     forged: int = 0,
@@ -130,24 +128,7 @@ def _finish(
     return Encoded(tokens, np.zeros(len(tokens), bool), None, locate, bool(begins), forged, stuck)
 
 
-def _locate_by_encoding(encoding: tokenizers.Encoding) -> Callable[[int, int], tuple[int, int]]:
-    """Asks the encoding about the few characters at the boundaries; its list of all offsets is slow to copy."""
-
-    def locate(start: int, end: int) -> tuple[int, int]:
-        token_at = encoding.char_to_token
-        first = next((t for place in range(start, end) if (t := token_at(place)) is not None), None)
-        if first is None:
-            return 0, 0
-        last = next(t for place in range(end - 1, start - 1, -1) if (t := token_at(place)) is not None)
-        # A character of several bytes may be several tokens.
-        while last + 1 < len(encoding) and encoding.token_to_chars(last + 1)[0] < end:  # pyright: ignore[reportOptionalSubscript]
-            last += 1
-        return first, last + 1
-
-    return locate
-
-
-def _locate_by_offsets(offsets: list[tuple[int, int]]) -> Callable[[int, int], tuple[int, int]]:
+def _locate_by_offsets(offsets: list[tuple[int, int]]) -> Locate:
     starts = np.array([start for start, _ in offsets])
     ends = np.array([end for _, end in offsets])
 
