@@ -1,7 +1,7 @@
 """Several processes: torch's own launcher starts this command line in each worker.
 
-The config has been checked by then, so a wrong one starts no worker. Workers leave their cause in the launcher's error
-files and stay silent; it is printed here, last and once, for the rank that failed first.
+The config has been checked by then, so a wrong one starts no worker. Workers leave their cause in reports and stay
+silent; it is printed here, last and once, for the rank that failed first. `overseer.py` watches them.
 """
 
 from __future__ import annotations
@@ -9,59 +9,69 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from optune.config.problems import suggest
 from optune.errors import ConfigError, TrainingError
+from tune_cli import worker
 from tune_cli.arguments import Parser
-from tune_cli.messages import QUIET_WORKER, Cause, print_causes
+from tune_cli.machines import set_addresses
+from tune_cli.overseer import Overseer, SilentError, make_agent
 
 OURS = ("--module", "-m", "--no-python", "--no_python", "--run-path", "--run_path")
 """Options of torchrun that say what the workers run; here that is always optune."""
 
-STOPPED = (130, 143)
-"""A worker that stopped on SIGINT or SIGTERM after it saved."""
+SAVE_S = 3600
+"""How long a stop waits for the save, unless --shutdown-timeout says otherwise. A second signal does not wait."""
 
 
 def split_launch_options(words: Sequence[str], own: Parser) -> tuple[list[str], list[str]]:
     """Splits off torchrun's options, which stand before the first word that is no option; also returns the rest.
 
-    Options of the command itself may stand among them. torch is imported only where a foreign option is seen.
+    Options of the command itself may stand among them. Torchrun's may be shortened, as torchrun allows. torch is
+    imported only where a foreign option is seen.
     """
     arity = {name: action.nargs != 0 for action in own._actions for name in action.option_strings}
     launch_words: list[str] = []
     rest: list[str] = []
-    torch_arity: dict[str, bool] | None = None
     index = 0
-    while index < len(words) and words[index].startswith("-") and words[index] != "--":
+    while index < len(words) and words[index].startswith("-") and words[index] not in ("-", "--"):
         name, equals, _ = words[index].partition("=")
         if name in arity:
             target, takes_value = rest, arity[name]
         else:
-            if torch_arity is None:
-                torch_arity = _read_torchrun_options()
-            if name not in torch_arity or name in OURS:
-                raise _unknown_option(name, own, [*arity, *torch_arity])
-            target, takes_value = launch_words, torch_arity[name]
+            option = _find_torchrun_option(name, own)
+            # -r3 is -r 3
+            equals = equals or (not name.startswith("--") and len(name) > 2)
+            target, takes_value = launch_words, option.nargs != 0
         length = 2 if takes_value and not equals else 1
         target += words[index : index + length]
         index += length
     return launch_words, [*rest, *words[index:]]
 
 
-def _unknown_option(name: str, own: Parser, known: Iterable[str]) -> ConfigError:
-    if name in OURS:
-        return ConfigError(f"{name} has no place here: optune says what the workers run")
-    hint = suggest(name, known) or f"usage: {own.usage}"
-    return ConfigError(f"neither optune {own.command} nor torchrun has an option {name!r}", hint=hint)
-
-
-def _read_torchrun_options() -> dict[str, bool]:
-    """Every option of torchrun, and whether it takes a value."""
-    return {name: action.nargs != 0 for action in _torchrun_parser()._actions for name in action.option_strings}
+def _find_torchrun_option(name: str, own: Parser) -> argparse.Action:
+    """The option of torchrun that `name`, or its beginning, stands for."""
+    options = {word: action for action in _torchrun_parser()._actions for word in action.option_strings}
+    key = name if name.startswith("--") else name[:2]
+    found = [options[key]] if key in options else []
+    if not found and name.startswith("--"):
+        found = [action for word, action in options.items() if word.startswith(name)]
+    if found and set(found[0].option_strings) & set(OURS):
+        raise ConfigError(f"{name} has no place here: optune says what the workers run")
+    if len(set(map(id, found))) > 1:
+        names = sorted({action.option_strings[0] for action in found})
+        raise ConfigError(f"{name!r} may be {' or '.join(names)} of torchrun")
+    if not found:
+        known = [word for action in own._actions for word in action.option_strings]
+        hint = suggest(name, [*known, *options]) or f"usage: {own.usage}"
+        raise ConfigError(f"neither optune {own.command} nor torchrun has an option {name!r}", hint=hint)
+    return found[0]
 
 
 def _torchrun_parser() -> argparse.ArgumentParser:
@@ -75,93 +85,117 @@ def _torchrun_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def launch(launch_words: Sequence[str], worker_words: Sequence[str]) -> int:
-    """Runs `optune <worker_words>` in every worker and returns the worst exit code."""
+def launch(launch_words: Sequence[str], worker_words: Sequence[str], output_dir: str | Path | None = None) -> int:
+    """Runs `optune <worker_words>` in every worker; prints a failure's cause last, and returns the worst exit code.
+
+    `output_dir` is the run's folder, to whose log the cause is added.
+    """
+    options = _torchrun_parser().parse_args([*launch_words, "--module", "tune_cli.main", *worker_words])
+    _refuse_nested()
+    _check_counts(options)
+    # The launcher reports a failure in forty lines around the one that matters.
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    base = Path(tempfile.mkdtemp(prefix="optune-launch-"))
+    log = None if output_dir is None else Path(output_dir) / "log.txt"
+    overseer = Overseer(base, keeps_words=options.redirects == options.tee == "0", log=log)
+    try:
+        code = _run_agent(options, overseer)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    return code
+
+
+def _run_agent(options: argparse.Namespace, overseer: Overseer) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher import api
 
-    # The launcher reports a failure in forty lines around the one that matters.
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    options = _torchrun_parser().parse_args([*launch_words, "--module", "tune_cli.main", *worker_words])
-    count = _count_workers(options)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    os.environ[QUIET_WORKER] = "1"
+    signals = _list_signals(options)
+    launcher: Any = api
+    before = launcher.LocalElasticAgent
+    # `launch_agent` takes no agent, and the one it makes waits for the dead.
+    launcher.LocalElasticAgent = make_agent(overseer, signals)
     try:
         torchrun.run(options)
-    except ChildFailedError as error:
-        return _report(error)
+    except ChildFailedError:
+        return _conclude(overseer)
     except SignalException as stopped:
-        return 128 + int(stopped.sigval)
+        return _conclude(overseer, otherwise=128 + int(stopped.sigval))
+    except SilentError:
+        return _conclude(overseer)
     except RendezvousError as error:
+        if overseer.silence:
+            return _conclude(overseer)
         raise TrainingError(
             f"the processes did not find each other: {type(error).__name__}: {error}",
-            hint="every machine needs the same --rdzv-id, --rdzv-endpoint and --nnodes",
+            hint="every machine needs the same --rdzv-id, --rdzv-endpoint and --nnodes, and must reach the endpoint",
         ) from error
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:
         raise ConfigError(f"torchrun: {error}") from error
     finally:
-        os.environ.pop(QUIET_WORKER, None)
+        launcher.LocalElasticAgent = before
+        for name in (worker.FOLDER, worker.RESTART, worker.KEEPS_WORDS):
+            os.environ.pop(name, None)
     return 0
 
 
-def _count_workers(options: Any) -> int:
+def _conclude(overseer: Overseer, otherwise: int = 1) -> int:
+    """Tells how the workers ended. `otherwise` is the exit code where none has said."""
+    found = overseer.conclude()
+    if found.causes:
+        overseer.tell(found)
+    return found.exit_code if overseer.has_ends else otherwise
+
+
+def _list_signals(options: argparse.Namespace) -> list[str]:
+    """The signals that end the launcher. `nohup` makes a process ignore SIGHUP, which torch would listen to again."""
+    names = [name.strip() for name in options.signals_to_handle.split(",")]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        names = [name for name in names if name != "SIGHUP"]
+        options.signals_to_handle = ",".join(names)
+    if wrong := [name for name in names if name not in signal.Signals.__members__]:
+        raise ConfigError(f"--signals-to-handle names {wrong[0]!r}, which is no signal")
+    return names
+
+
+def _refuse_nested() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "these processes have a launcher already: torchrun started this one",
+            hint="leave torchrun's options to torchrun: `torchrun --nproc-per-node N -m tune_cli.main run RECIPE …`",
+        )
+
+
+def _check_counts(options: argparse.Namespace) -> None:
+    """Checks and fills in what depends on the number of machines and processes."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     try:
-        parse_min_max_nnodes(options.nnodes)
+        least, most = parse_min_max_nnodes(options.nnodes)
     except (ValueError, RuntimeError):
-        raise ConfigError(f"--nnodes must be a number or min:max, not {options.nnodes!r}") from None
+        least, most = 0, 0
+    if not 0 < least <= most:
+        raise ConfigError(f"--nnodes must be a number or min:max, not {options.nnodes!r}")
     try:
-        return max(1, determine_local_world_size(options.nproc_per_node))
-    except ValueError:
-        raise ConfigError(
-            f"--nproc-per-node must be a number, cpu, gpu or auto, not {options.nproc_per_node!r}"
-        ) from None
-
-
-@dataclass
-class Failure:
-    """One worker's end. `causes` is what it left for its parent; empty where it could not."""
-
-    rank: int
-    exit_code: int
-    time: float
-    causes: list[Cause] = field(default_factory=list)
-
-
-def _report(error: Any) -> int:
-    """Prints the cause of the rank that failed first; returns the worst exit code."""
-    failures = sorted((_read_failure(rank, failure) for rank, failure in error.failures.items()), key=_by_time)
-    # Ranks that were stopped because another one failed say nothing about the cause.
-    real = [failure for failure in failures if failure.exit_code not in STOPPED] or failures
-    code = max(failure.exit_code for failure in real)
-    if code not in STOPPED:
-        first = real[0]
-        name = f"rank {first.rank}: " if len(error.failures) > 1 or first.rank else ""
-        print_causes([(f"{name}{message}", hint) for message, hint in first.causes or [_guess_cause(first)]])
-    return code
-
-
-def _by_time(failure: Failure) -> tuple[float, int]:
-    return failure.time, failure.rank
-
-
-def _read_failure(rank: int, failure: Any) -> Failure:
-    code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    left = failure.error_file_data.get("optune") if isinstance(failure.error_file_data, dict) else None
-    if not left:
-        return Failure(rank, code, float(failure.timestamp))
-    return Failure(rank, code, left["time"], [(message, hint) for message, hint in left["causes"]])
-
-
-def _guess_cause(failure: Failure) -> Cause:
-    """What can be said of a worker that ended without a word."""
-    number = failure.exit_code - 128
-    if number > 0 and number in set(signal.Signals):
-        name = signal.Signals(number).name
-        hint = "the system kills a process that asks for more memory than there is" if name == "SIGKILL" else None
-        return f"the worker was killed by {name}", hint
-    return f"the worker ended with exit code {failure.exit_code} and said no more", None
+        count = determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        count, why = 0, str(error)
+    else:
+        why = ""
+    if count < 1:
+        known = "not available" in why
+        message = (
+            f"{options.nproc_per_node!r}: {why}"
+            if known
+            else f"a number, cpu, gpu or auto, not {options.nproc_per_node!r}"
+        )
+        raise ConfigError(f"--nproc-per-node must be {message}" if not known else f"--nproc-per-node {message}")
+    if options.max_restarts < 0:
+        raise ConfigError(f"--max-restarts must be 0 or more, not {options.max_restarts}")
+    if options.shutdown_timeout is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
+        options.shutdown_timeout = SAVE_S
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    set_addresses(options, most)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from optune.errors import ConfigError, OptuneError
-from tune_cli import messages
+from tune_cli import messages, worker
 from tune_cli.stopping import TERMINATED, Terminated, signals_unwind
 
 COMMANDS = {
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ[messages.DEBUG] = "1"  # for workers and the jobs of a grid
     try:
         _replace_what_cannot_be_printed()
+        if worker.is_worker():
+            return _work(words)
         with signals_unwind():
             code = _dispatch(words)
         _flush()
@@ -56,6 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return messages.report(error, exit_code=error.exit_code)
     except Exception as error:
         return messages.report(_name_full_output(error), exit_code=1)
+
+
+def _work(words: list[str]) -> int:
+    """The command, as a worker of a launcher."""
+    with signals_unwind(hangup=True):
+        worker.begin()
+        code = _dispatch(words)
+        _flush()
+        worker.leave_report(exit_code=code, kind="stopped" if code in (INTERRUPTED, TERMINATED) else "done")
+    return code
 
 
 def _name_full_output(error: Exception) -> Exception:

@@ -48,7 +48,7 @@ def run(words: list[str]) -> int:
         return run_grid(request, launch_words)
     cfg = request.load()
     if launch_words:
-        return launch(launch_words, ["run", *rest])
+        return launch(launch_words, ["run", *rest], cfg.output_dir)
     return train(request.recipe, cfg)
 
 

@@ -20,16 +20,22 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, which unwinds the command as Ctrl-C does: started processes end, what was set aside is cleared."""
 
 
+class HungUp(KeyboardInterrupt):
+    """SIGHUP: the launcher gives this process up, because another one has failed; there is nothing to save."""
+
+
 @contextmanager
-def signals_unwind() -> Iterator[None]:
+def signals_unwind(*, hangup: bool = False) -> Iterator[None]:
     """SIGINT and SIGTERM raise `KeyboardInterrupt` and `Terminated`; SIGUSR1, which asks a run to save, does no harm.
 
-    Outside the main thread, where Python takes no signals, nothing changes.
+    With `hangup`, SIGHUP raises `HungUp`. Outside the main thread, where Python takes no signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers = {signal.SIGINT: _unwind, signal.SIGTERM: _unwind, signal.SIGUSR1: lambda number, frame: None}
+    if hangup:
+        handlers[signal.SIGHUP] = _unwind
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -45,4 +51,4 @@ def _unwind(number: int, frame: FrameType | None) -> None:
         again.daemon = True
         again.start()
         return
-    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    raise {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}.get(signal.Signals(number), KeyboardInterrupt)

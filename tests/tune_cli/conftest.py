@@ -40,7 +40,7 @@ def main(cfg, validate_only=False):
     if cfg.behaviour == f"kill-{rank}":
         os.kill(os.getpid(), 9)
     if cfg.behaviour[:4] in ("fail", "kill"):
-        time.sleep(60)
+        time.sleep(600)
     if cfg.behaviour == "model":
         raise ModelError("no weights", where="/m0")
     if cfg.behaviour == "crash":

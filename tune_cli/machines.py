@@ -1,0 +1,162 @@
+"""Several machines: the addresses by which they find each other, and whether the others are still there."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+BEAT_S = 2.0
+SILENT_S = 20.0
+"""A machine that has not been heard of for so long is gone: one could wait for it for ever."""
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def set_addresses(options: Any, max_nodes: int) -> None:
+    """Fills in what torchrun and gloo would guess from the machine's name, which other machines often cannot resolve.
+
+    The address of this machine is the one from which it reaches the rendezvous: it becomes `--local-addr`, and its
+    interface GLOO_SOCKET_IFNAME. What the user has set stays. On one machine all is loopback, which needs no network.
+    """
+    host, port = _read_endpoint(options) if max_nodes > 1 else ("127.0.0.1", 1)
+    own, target = _find_own_address(host, port)
+    if own is None:
+        return
+    if max_nodes > 1 and own.is_loopback and not _names_loopback(host):
+        return  # The machine's own name, which /etc/hosts maps to itself.
+    if options.local_addr is None:
+        options.local_addr = str(own)
+    if GLOO_INTERFACE not in os.environ and (name := _find_interface(own)):
+        os.environ[GLOO_INTERFACE] = name
+    if max_nodes > 1 and options.rdzv_backend == "c10d":
+        words = [options.rdzv_conf] if options.rdzv_conf else []
+        if "read_timeout" not in options.rdzv_conf:
+            words.append(f"read_timeout={SILENT_S:.0f}")
+        if "is_host" not in options.rdzv_conf and own == target and not own.is_loopback and not _knows_itself(host):
+            words.append("is_host=true")
+        options.rdzv_conf = ",".join(words)
+
+
+def _read_endpoint(options: Any) -> tuple[str, int]:
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    if options.rdzv_endpoint:
+        host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, 29400)
+        return host, port
+    return options.master_addr, options.master_port or 29500
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def _find_own_address(host: str, port: int) -> tuple[Address | None, Address | None]:
+    """The address from which this machine reaches `host`, and that of `host`. Nothing is sent."""
+    with contextlib.suppress(OSError, ValueError):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            own, target = probe.getsockname()[0], probe.getpeername()[0]
+            return ipaddress.ip_address(own.partition("%")[0]), ipaddress.ip_address(target.partition("%")[0])
+    return None, None
+
+
+def _names_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def _find_interface(own: Address) -> str | None:
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == str(own) for address in addresses):
+            return name
+    return None
+
+
+def _knows_itself(host: str) -> bool:
+    """Whether torch sees by itself that `host` is this machine: it compares names."""
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+    return _matches_machine_hostname(host)
+
+
+class Pulse:
+    """Tells the other machines that this one is alive, hears of them through the rendezvous' store, and calls
+    `on_silence(what)`, in a thread of its own, when one has not been heard of for `SILENT_S`.
+
+    The launcher's main thread may be stuck in a call to a machine that is gone; so may the thread that beats, which is
+    why another one watches. Each machine listens to the first one; the first one listens to all, and tells.
+    """
+
+    def __init__(self, store: Any, group_rank: int, group_size: int, on_silence: Callable[[str], None]) -> None:
+        self._store = store.clone()  # a connection of its own: the main thread's may be waiting
+        with contextlib.suppress(Exception):
+            self._store.set_timeout(timedelta(seconds=SILENT_S))
+        self._me, self._size, self._on_silence = group_rank, group_size, on_silence
+        self._counts: dict[int, int] = {}
+        self._heard: dict[int, float] = {}
+        self._talked = time.monotonic()
+        self._verdict = ""
+        self._over = threading.Event()
+        for work in (self._beat, self._watch):
+            threading.Thread(target=work, name=f"optune{work.__name__}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends without waiting; the other machines are not told."""
+        self._over.set()
+
+    def _beat(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._talk()
+            except Exception:
+                # A store that is gone answers at once, one behind a cut line not at all: the watch decides.
+                self._over.wait(BEAT_S)
+                continue
+            self._talked = time.monotonic()
+            self._over.wait(BEAT_S)
+
+    def _talk(self) -> None:
+        self._store.add(_key(self._me), 1)
+        now = time.monotonic()
+        for other in range(1, self._size) if self._me == 0 else [0]:
+            count = self._store.add(_key(other), 0)
+            if count != self._counts.get(other):
+                self._counts[other], self._heard[other] = count, now
+        if self._verdict and self._me == 0:
+            self._store.set("optune/silent", self._verdict)
+        elif self._me and self._store.check(["optune/silent"]):
+            self._verdict = self._store.get("optune/silent").decode()
+
+    def _watch(self) -> None:
+        while not self._over.wait(BEAT_S / 4):
+            now = time.monotonic()
+            silent = [other for other, heard in self._heard.items() if now - heard > SILENT_S]
+            if now - self._talked > SILENT_S:
+                what = f"the machine that holds the rendezvous has not answered for {SILENT_S:.0f} s"
+            elif silent:
+                what = f"machine {silent[0]} of {self._size} has not answered for {SILENT_S:.0f} s"
+            elif self._verdict:
+                what = self._verdict
+            else:
+                continue
+            if self._me == 0 and not self._verdict:
+                self._verdict = what
+                self._over.wait(BEAT_S)  # so that it is told
+            self._on_silence(what)
+            return
+
+
+def _key(group_rank: int) -> str:
+    return f"optune/beat/{group_rank}"

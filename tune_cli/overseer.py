@@ -1,0 +1,335 @@
+"""The launcher's side of its workers: their signals, their ends, and the machine that no longer answers.
+
+torch's agent starts, watches and restarts workers; `make_agent` adds to it what it leaves open:
+
+- the others end within seconds of the first that failed, however they hang; nobody waits for the dead;
+- a stop is waited for as long as the save takes, a second one ends all at once; SIGUSR1 goes to the workers;
+- what a restart cannot mend (a wrong config, a stop) is not restarted;
+- a machine that is cut off ends the others in `machines.SILENT_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from optune.errors import TrainingError
+from tune_cli import worker
+from tune_cli.failures import Conclusion, conclude, pack, read_ends, unpack
+from tune_cli.machines import Pulse
+from tune_cli.messages import print_causes
+
+LEAVE_S = 3.0
+"""How long the others have to notice by themselves that one has failed, and to say so."""
+GRACE_S = 5.0
+"""How long they then have to end, before they are killed."""
+LAST_S = 20.0
+"""How long the last ones may take once one has left after a stop: all of them leave after the same save."""
+ECHO_S = 0.5
+"""A signal that comes again so soon is the same one: `timeout` and process groups deliver it twice."""
+POLL_S = 0.05
+TELL_S = 3.0
+EXIT_BARRIER_S = 60.0
+
+
+class Overseer:
+    """What is known of the workers of this machine, over all attempts. `base` takes a folder for each attempt."""
+
+    def __init__(self, base: Path, *, keeps_words: bool, log: Path | None = None) -> None:
+        self.stop: signal.Signals | None = None
+        self.folder = base
+        self._base, self._keeps_words, self._log = base, keeps_words, log
+        self._stopped_at = 0.0
+        self._processes: dict[int, Any] = {}
+        self._seen: dict[int, float] = {}
+        self._is_over = False
+        self._attempts = 0
+        self._silence = ""
+        self._pulse: Pulse | None = None
+        self._store: Any = None
+        self._group_size = 1
+        self._has_told = threading.Lock()
+
+    # Starting
+
+    def prepare(self, group: Any) -> None:
+        """Before the workers start: a folder for this attempt, and the number of restarts, the same on all machines."""
+        self.folder = self._base / f"attempt-{self._attempts}"
+        self._attempts += 1
+        self.folder.mkdir()
+        os.environ[worker.FOLDER], os.environ[worker.RESTART] = str(self.folder), str(_count_restarts(group))
+        os.environ[worker.KEEPS_WORDS] = "1" if self._keeps_words else ""
+
+    def watch(self, group: Any, context: Any, signals: Iterable[str]) -> None:
+        """After they have started."""
+        handlers = getattr(context, "subprocess_handlers", {})
+        self._processes = {item.global_rank: handlers[item.local_rank].proc for item in group.workers}
+        self._seen, self._silence, self._is_over = {}, "", False
+        self._store, self._group_size = group.store, group.group_world_size
+        for name in signals:
+            signal.signal(signal.Signals[name], self._on_stop)
+        if "SIGUSR1" not in signals:
+            signal.signal(signal.SIGUSR1, lambda number, frame: self._send(signal.SIGUSR1))
+        if self._group_size > 1:
+            self._pulse = Pulse(self._store, group.group_rank, self._group_size, self._on_silence)
+
+    def stop_pulse(self) -> None:
+        if self._pulse is not None:
+            self._pulse.stop()
+            self._pulse = None
+
+    # Signals
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        now = time.monotonic()
+        if self.stop is None:
+            self.stop, self._stopped_at = signal.Signals(number), now
+            raise SignalException(f"got {self.stop.name}", sigval=self.stop)
+        if now - self._stopped_at > ECHO_S:
+            self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self._processes.values():
+            if process.returncode is None:
+                try:
+                    # A worker leads a session of its own; what it started goes with it, but only where it must.
+                    (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
+                except ProcessLookupError:
+                    continue
+
+    # Ends
+
+    def look(self) -> tuple[list[int], list[int]]:
+        """The ranks that still run, and those that ended otherwise than with 0."""
+        running, ended = [], []
+        for rank, process in self._processes.items():
+            code = process.poll()
+            if code is None:
+                running.append(rank)
+            elif code != 0:
+                ended.append(rank)
+                if not self._is_over:
+                    self._seen.setdefault(rank, time.time())
+        return running, ended
+
+    def wait_for_ends(self, limit_s: float, leaves: Callable[[], bool] = lambda: False) -> None:
+        """Until all workers have ended, `leaves()` says so, or `limit_s` is over."""
+        end = time.monotonic() + limit_s
+        while self.look()[0] and time.monotonic() < end and not leaves():
+            time.sleep(POLL_S)
+
+    def let_leave(self) -> None:
+        """Some worker has ended: gives the others the time that is theirs, then says that it is over for them."""
+        running, ended = self.look()
+        if not running or not ended:
+            return
+        if not self.has_failed():
+            self.wait_for_ends(LAST_S, self.has_failed)
+        self.wait_for_ends(LEAVE_S)
+        self.end_all()
+
+    def has_failed(self) -> bool:
+        """Whether a worker has ended in another way than by a stop."""
+        self.look()
+        ends = read_ends(self.folder, {rank: self._processes[rank].returncode for rank in self._seen}, self._seen)
+        return any(end.kind != "stopped" for end in ends)
+
+    def end_all(self) -> None:
+        """Ends all workers that still run; within `GRACE_S` with their last words."""
+        if not self.look()[0]:
+            return
+        self._is_over = True  # from here on none ends by itself
+        self._send(signal.SIGHUP)
+        self.wait_for_ends(GRACE_S)
+        self._send(signal.SIGKILL)
+        self.wait_for_ends(GRACE_S)
+
+    def stop_all(self, limit_s: float) -> None:
+        """Asks all workers to save and leave, and waits; one that fails meanwhile ends it for all."""
+        number = self.stop or signal.SIGTERM
+        self._send(number if number in (signal.SIGINT, signal.SIGTERM) else signal.SIGHUP)
+        end = time.monotonic() + limit_s
+        while self.look()[0] and time.monotonic() < end and not self._silence:
+            if len(self._processes) > len(self.look()[0]):
+                self._leave_after_stop()
+                return
+            time.sleep(POLL_S)
+
+    def _leave_after_stop(self) -> None:
+        """One has ended; all of them leave after the same save."""
+        self.wait_for_ends(LAST_S, self.has_failed)
+        if self.has_failed():
+            self.wait_for_ends(LEAVE_S)
+
+    # Conclusions
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether workers were started, and have ended."""
+        return bool(self._processes)
+
+    def conclude(self) -> Conclusion:
+        """What to tell of this attempt, and to the other machines; theirs, where these ranks only lost the others."""
+        self.look()
+        codes = {rank: process.returncode for rank, process in self._processes.items()}
+        found = conclude(read_ends(self.folder, codes, self._seen))
+        if self._silence and not found.may_restart:
+            return _describe_silence(self._silence)
+        if self._group_size == 1 or not found.causes:
+            return found
+        if not found.is_lost:
+            _within(TELL_S, lambda: self._store.compare_set("optune/cause", "", pack(found)))
+            return found
+        return _within(TELL_S + 1, self._ask_others) or (_describe_silence(self._silence) if self._silence else found)
+
+    def _ask_others(self) -> Conclusion | None:
+        end = time.monotonic() + TELL_S
+        while time.monotonic() < end:
+            if self._store.check(["optune/cause"]):
+                return unpack(self._store.get("optune/cause"))
+            time.sleep(POLL_S)
+        return None
+
+    def tell(self, found: Conclusion, *, prefix: str = "error") -> None:
+        """Prints a conclusion, and adds it to the run's log."""
+        if not self._has_told.acquire(blocking=False):
+            return
+        try:
+            print_conclusion(found, prefix=prefix)
+            if self._log is not None and self._log.exists() and 0 in self._processes:
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                with self._log.open("a", encoding="utf-8") as log:
+                    log.writelines(f"{now} {prefix}: {message}\n" for message, _ in found.causes)
+        except OSError:
+            pass  # It has been printed.
+        finally:
+            if prefix != "error":
+                self._has_told.release()
+
+    # A machine that is gone
+
+    @property
+    def silence(self) -> str:
+        """What has not answered for too long; empty where all do."""
+        return self._silence
+
+    def forgive(self) -> None:
+        """The workers are started again: what was silent may come back."""
+        self._silence = ""
+
+    def _on_silence(self, what: str) -> None:
+        """In the pulse's thread, for the main thread may be stuck in a call to the machine that is gone."""
+        self._silence = what
+        self.end_all()
+        time.sleep(GRACE_S)
+        if self._silence:
+            self.tell(_describe_silence(what))
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _describe_silence(what: str) -> Conclusion:
+    hint = "is the machine up, and the network between them? `optune resume` goes on from the newest whole checkpoint"
+    return Conclusion(1, [(what, hint)], may_restart=True, is_lost=True)
+
+
+def print_conclusion(found: Conclusion, *, prefix: str = "error") -> None:
+    """The last words of a rank that said no more, its traceback with --debug, then the causes."""
+    from tune_cli.messages import DEBUG
+
+    if os.environ.get(DEBUG) and found.traceback:
+        print(found.traceback, file=sys.stderr, end="")
+    if found.last_words:
+        print(f"its last words:\n{found.last_words}", file=sys.stderr)
+    print_causes(found.causes, prefix=prefix)
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What `call` returns, None where it takes longer or fails: it asks a machine that may be gone."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception:
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def _count_restarts(group: Any) -> int:
+    """How often the workers were started before. torch's own count leaves out starts after a machine has joined, and is
+    0 on a machine that joins late."""
+    if group.group_rank != 0:
+        return int(group.store.get("optune/restarts"))
+    run_id = group.spec.rdzv_handler.get_run_id()
+    count = group.store.underlying_store.add(f"optune/starts/{run_id}", 1) - 1
+    group.store.set("optune/restarts", str(count))
+    return count
+
+
+def make_agent(overseer: Overseer, signals: list[str]) -> type[Any]:
+    """torch's agent for the workers of one machine, under `overseer`."""
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    base: Any = LocalElasticAgent  # its decorators hide what its methods take
+
+    class Agent(base):
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            self._exit_barrier_timeout = EXIT_BARRIER_S
+            overseer.prepare(worker_group)
+            pids = super()._start_workers(worker_group)
+            overseer.watch(worker_group, self._pcontext, signals)
+            return pids
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            overseer.let_leave()
+            if overseer.silence:
+                overseer.end_all()
+                result = RunResult(state=WorkerState.FAILED)
+            else:
+                result = super()._monitor_workers(worker_group)
+            if result.state == WorkerState.FAILED:
+                found = overseer.conclude()
+                if not found.may_restart:
+                    self._remaining_restarts = 0
+                if self._remaining_restarts:
+                    overseer.tell(found, prefix="warning")
+                    overseer.forgive()
+                elif overseer.silence:
+                    raise SilentError(overseer.silence)
+            return result
+
+        def _stop_workers(self, worker_group: WorkerGroup) -> None:
+            # Workers that are well are stopped when a machine joins: they save first.
+            if not overseer.look()[1]:
+                overseer.stop_all(min(LAST_S, self._shutdown_timeout))
+            overseer.end_all()
+            overseer.stop_pulse()
+            super()._shutdown(signal.SIGHUP, int(GRACE_S))
+
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+            if overseer.stop is not None:
+                overseer.stop_all(timeout)
+            overseer.end_all()
+            overseer.stop_pulse()
+            super()._shutdown(signal.SIGHUP, int(GRACE_S))
+
+    return Agent
+
+
+class SilentError(TrainingError):
+    """A machine does not answer."""
