@@ -41,7 +41,7 @@ def run(words: list[str]) -> int:
     else:
         from tune_cli.data_view import show
 
-        show(tokenizer, batches, units, is_single_row=options.row is not None)
+        show(tokenizer, batches, units, as_tables=options.row is not None)
     return 0
 
 
@@ -98,7 +98,9 @@ def _choose(options: argparse.Namespace, tokenizer: Tokenizer, batches: Batches)
     if options.step is not None:
         return list(preview.show_step(batches, tokenizer, options.step))
     if options.row is not None:
-        return [preview.show_row(batches, tokenizer, _find_row(options.row, batches))]
+        index = _find_row(options.row, batches)
+        both = (index - index % 2, index - index % 2 + 1)  # a pair is looked at as one
+        return [preview.show_row(batches, tokenizer, i) for i in (both if preview.are_pairs(batches) else (index,))]
     return preview.show_first(batches, tokenizer, 3 if options.rows is None else options.rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,14 +25,24 @@ _BAR = 24
 GREY = "bright_black"
 
 
-def show(tokenizer: Tokenizer, batches: Batches, units: Sequence[Unit], *, is_single_row: bool) -> None:
-    """Prints to stdout: the counts and `units`, or with `is_single_row` one row as a table."""
+def show(tokenizer: Tokenizer, batches: Batches, units: Sequence[Unit], *, as_tables: bool) -> None:
+    """Prints to stdout: the counts and `units`, or with `as_tables` these alone, a line for each token."""
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = min(console.width, _WIDEST)
     tokens = TokenText(console)
-    if is_single_row:
-        console.print(_show_table(units[0], batches, tokenizer, tokens))
-        return
+    with console.capture() as captured:
+        if as_tables:
+            console.print(Group(*(_show_table(unit, batches, tokens) for unit in units)))
+        else:
+            _print_all(console, tokenizer, batches, units, tokens)
+    # Tables fill their lines with spaces, which are in the way of what reads a pipe.
+    lines = captured.get().removesuffix("\n").split("\n")
+    sys.stdout.write("".join(f"{line if tokens.has_colour else line.rstrip()}\n" for line in lines))
+
+
+def _print_all(
+    console: Console, tokenizer: Tokenizer, batches: Batches, units: Sequence[Unit], tokens: TokenText
+) -> None:
     console.print(_show_counts(batches, tokenizer, tokens))
     if units:
         console.print()
@@ -119,13 +130,15 @@ def _show_unit(unit: Unit, batches: Batches, tokens: TokenText) -> RenderableTyp
     if not unit.rows:
         return _head(tokens, rank, "no row: a position of padding keeps the ranks together")
     if batches.packs is None:
-        return Group(_head(tokens, shorten(unit.rows[0]), rank, *_counts(unit)), _indent(tokens.flow(unit)))
+        return Group(
+            _head(tokens, shorten(unit.rows[0]), *unit.halves, rank, *_counts(unit)), _indent(tokens.flow(unit))
+        )
     lines = [
         _head(tokens, f"pack {unit.place}", rank, f"{len(unit.rows)} row{'s'[: len(unit.rows) > 1]}", *_counts(unit))
     ]
     for row in unit.split():
         span = f"positions 0 to {row.positions[-1]}"
-        lines += [_head(tokens, shorten(row.rows[0]), span, *_counts(row)), _indent(tokens.flow(row))]
+        lines += [_head(tokens, shorten(row.rows[0]), *row.halves, span, *_counts(row)), _indent(tokens.flow(row))]
     return Group(*lines)
 
 
@@ -149,16 +162,16 @@ def _indent(text: Text) -> RenderableType:
     return Padding(text, (0, 0, 0, 2), expand=False)
 
 
-def _show_table(unit: Unit, batches: Batches, tokenizer: Tokenizer, tokens: TokenText) -> RenderableType:
+def _show_table(unit: Unit, batches: Batches, tokens: TokenText) -> RenderableType:
     place = f"row {unit.numbers[0]:,} of {len(batches.rows):,}, in step {unit.step:,}, microbatch {unit.microbatch}"
     where = f"{place}, place {unit.place}" + (f", rank {unit.rank}" if batches.world_size > 1 else "")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=GREY)
     for name in _columns(unit):
         table.add_column(name, justify="left" if name in ("token", "") else "right", overflow="fold")
     for index in range(len(unit.ids)):
-        table.add_row(*_cells(unit, index, tokenizer, tokens))
+        table.add_row(*_cells(unit, index, tokens))
     return Group(
-        Text(", ".join([shorten(unit.rows[0]), *_counts(unit)]), style="bold"),
+        Text(", ".join([shorten(unit.rows[0]), *unit.halves, *_counts(unit)]), style="bold"),
         Text(where, style=GREY),
         Text(),
         tokens.legend(has_weights=unit.weights is not None),
@@ -175,7 +188,7 @@ def _columns(unit: Unit) -> Iterator[str]:
         yield "document"
 
 
-def _cells(unit: Unit, index: int, tokenizer: Tokenizer, tokens: TokenText) -> Iterator[RenderableType]:
+def _cells(unit: Unit, index: int, tokens: TokenText) -> Iterator[RenderableType]:
     """A line of the table. The label is what this position must predict, which is the token of the next line."""
     yield f"{unit.positions[index]}"
     yield f"{unit.ids[index]}"

@@ -58,7 +58,7 @@ class TokenText:
         parts = [self._run(kind, weight, [(text, is_control)]) for kind, text, weight, is_control in words]
         signs = self.signs
         spaces = f"{signs.space} space  {signs.line_end} line  {signs.tab} tab"
-        return Text("   ").join([*parts, Text(spaces, style="bright_black")])
+        return Text("  ").join([*parts, Text(spaces, style="bright_black")])
 
     def flow(self, unit: Unit) -> Text:
         """The tokens behind one another as running text, without padding."""

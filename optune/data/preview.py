@@ -19,6 +19,8 @@ from optune.types import IGNORE, Microbatch
 _LONGEST_CHARACTER = 4
 """Tokens that one character may be made of: UTF-8 has at most as many bytes."""
 
+HALVES = ("chosen", "rejected")
+
 _COLUMNS = ("ids", "pieces", "labels", "positions", "documents", "weights", "trained", "special", "padding")
 
 
@@ -28,7 +30,7 @@ class Unit:
 
     - `step`, `rank`, `microbatch`, `place`: where it is fed.
     - `rows`: `file:line` of each row in it; none where a rank has nothing to train. `numbers`: theirs among the kept
-      rows, from 1.
+      rows, from 1. `halves`: chosen or rejected for each row, where rows are halves of pairs.
     - `ids`: the tokens, and `pieces`: the text that each adds; joined, the pieces are the decoded text.
     - `labels`: the id that the position has to predict, None where it is not trained.
     - `positions`: inside the row. `documents`: the number of the row inside the pack, or None without packing.
@@ -43,6 +45,7 @@ class Unit:
     place: int
     rows: list[str]
     numbers: list[int]
+    halves: list[str]
     ids: list[int]
     pieces: list[str]
     labels: list[int | None]
@@ -83,7 +86,8 @@ class Unit:
     def _slice(self, start: int, stop: int, number: int) -> Unit:
         columns = {name: getattr(self, name) for name in _COLUMNS}
         cut = {name: None if column is None else column[start:stop] for name, column in columns.items()}
-        return replace(self, rows=[self.rows[number]], numbers=[self.numbers[number]], **cut)
+        own = {name: getattr(self, name)[number : number + 1] for name in ("rows", "numbers", "halves")}
+        return replace(self, **own, **cut)
 
 
 def show_step(batches: Batches, tokenizer: Tokenizer, step: int) -> Iterator[Unit]:
@@ -110,6 +114,11 @@ def show_first(batches: Batches, tokenizer: Tokenizer, count: int) -> list[Unit]
             if unit.rows:
                 shown.append(unit)
     return shown
+
+
+def are_pairs(batches: Batches) -> bool:
+    """Whether the rows are those of `load_pairs`: two for each row of the files that is kept."""
+    return len(batches.rows) == 2 * batches.rows.report.kept
 
 
 def show_row(batches: Batches, tokenizer: Tokenizer, index: int) -> Unit:
@@ -140,6 +149,7 @@ def _show(
         place=place + 1,
         rows=[batches.rows[index].where for index in indices],
         numbers=[index + 1 for index in indices],
+        halves=[HALVES[index % 2] for index in indices] if are_pairs(batches) else [],
         ids=ids,
         pieces=split_text(tokenizer, ids),
         labels=[None if label == IGNORE else label for label in labels],

@@ -7,6 +7,7 @@ fingerprint of the rows), and transformers (`reference_loss`).
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -95,6 +96,16 @@ class Place:
         assert "Traceback" not in result.err
         self.said = " ".join(result.err.split())
         return Finished(self.folder / folder)
+
+    def preview(
+        self, *words: str, recipe: str = "full_finetune", config: str = "config.yaml", rows: int = 100
+    ) -> dict[str, Any]:
+        """What `optune data --json` tells; the first `rows` rows, unless `words` choose others."""
+        chosen = () if {"--row", "--step"} & set(words) else ("--rows", str(rows))
+        result = self.call("data", recipe, "--config", config, "--json", *chosen, *words)
+        assert result.code == 0, result.err
+        assert result.err == ""
+        return json.loads(result.out)
 
     def fingerprint(self, rows: Sequence[Any], *overrides: str) -> list[float]:
         """The loss of every row alone; a row that is left out has none."""
