@@ -79,8 +79,8 @@ def summarize(batches: Batches) -> dict[str, str]:
 def describe_lengths(lengths: Lengths) -> str:
     """`8 to 301 tokens, median 23  ▂▅█▃▁`, the bars standing for equal or doubled steps of length."""
     most = max(lengths.counts)
-    bars = "".join(_BARS[-(-count * len(_BARS) // most) - 1] if count else " " for count in lengths.counts)
-    return f"{lengths.shortest:,} to {lengths.longest:,} tokens, median {lengths.median:,}  {bars}".rstrip()
+    bars = "".join(_BARS[-(-count * len(_BARS) // most) - 1] if count else "·" for count in lengths.counts)
+    return f"{lengths.shortest:,} to {lengths.longest:,} tokens, median {lengths.median:,}  {bars}"
 
 
 def describe_too_long(batches: Batches) -> str:
