@@ -18,17 +18,19 @@ from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
-import torch
 
+from optune.data.collating import collate, permute
 from optune.data.packing import assign_packs, group_packs
-from optune.data.rows import Row, Rows
+from optune.data.rows import Rows
+from optune.data.stream_blocks import StreamedRows
+from optune.data.streaming import StreamedBatches
 from optune.data.summary import summarize
 from optune.errors import DataError
-from optune.types import IGNORE, Microbatch
+from optune.types import Microbatch
 
 
 def build_batches(
-    rows: Rows,
+    rows: Rows | StreamedRows,
     *,
     batch_size: int,
     gradient_accumulation_steps: int = 1,
@@ -39,19 +41,34 @@ def build_batches(
     seed: int = 0,
     world_size: int = 1,
     pad_to_multiple: int = 1,
-) -> Batches:
+) -> Batches | StreamedBatches:
     """Batches over `rows`, without end: after an epoch comes the next, with an order of its own where `shuffle`.
+    Rows that are streamed make a `StreamedBatches`.
 
     `max_length` is the length of a pack and only needed with `packing`. Sequences are padded on the right with `pad_id`
     to the longest of their microbatch, and on to a multiple of `pad_to_multiple`. Raises DataError for no rows, or for
     a row that is longer than a pack.
     """
+    if packing and max_length is None:
+        raise DataError("packing needs a length for the packs", where="data.max_length")
+    if isinstance(rows, StreamedRows):
+        return StreamedBatches(
+            rows,
+            batch_size=batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            shuffle=shuffle,
+            packing=packing,
+            max_length=max_length,
+            pad_id=pad_id,
+            seed=seed,
+            world_size=world_size,
+            pad_to_multiple=pad_to_multiple,
+        )
     if not len(rows):
         raise DataError("there are no rows to make batches of")
     packs = None
     if packing:
-        if max_length is None:
-            raise DataError("packing needs a length for the packs", where="data.max_length")
+        assert max_length is not None
         if rows.mixture is not None and not rows.mixture.is_whole:
             raise DataError(
                 "a source with a weight that is no whole number has other rows in each epoch, which would make another "
@@ -87,6 +104,7 @@ def build_validation_batches(
     if rows.mixture is not None and not rows.mixture.is_plain:
         raise DataError("a validation takes every row once: a source has no weight there", where="data.validation")
     batches = build_batches(rows, batch_size=batch_size, shuffle=False, pad_id=pad_id, world_size=world_size)
+    assert isinstance(batches, Batches)
     return ValidationBatches(batches, rank)
 
 
@@ -252,53 +270,3 @@ class Batches:
         return collate(
             [[]], pad_id=self.pad_id, is_packed=self.packs is not None, has_weights=self.rows.weights is not None
         )
-
-
-def permute(count: int, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
-    """A permutation of `count` numbers that depends on (seed, epoch, stream) alone.
-
-    Made from Philox's raw numbers, which numpy keeps the same in all versions (NEP 19), unlike its `permutation`.
-    """
-    key = np.array([seed % 2**64, epoch], np.uint64)
-    generator = np.random.Philox(key=key, counter=np.array([0, 0, 0, stream], np.uint64))
-    return np.argsort(generator.random_raw(count), kind="stable")
-
-
-def collate(
-    units: Sequence[Sequence[Row]], *, pad_id: int, is_packed: bool, has_weights: bool = False, pad_to_multiple: int = 1
-) -> Microbatch:
-    """One microbatch of `units`, each a list of rows that stand behind one another in one sequence.
-
-    Labels are shifted inside each row, so the last position of a row has none and nothing is trained across a seam.
-    With `is_packed`, positions restart in each row and `documents_BT` numbers the rows, padding being one more.
-    """
-    totals = [sum(len(row.tokens) for row in unit) for unit in units]
-    width = max(1, math.ceil(max(totals) / pad_to_multiple) * pad_to_multiple)
-    tokens_BT = np.full((len(units), width), pad_id, np.int64)
-    labels_BT = np.full((len(units), width), IGNORE, np.int64)
-    positions_BT = np.tile(np.arange(width), (len(units), 1))
-    documents_BT = np.zeros((len(units), width), np.int64)
-    weights_BT = np.zeros((len(units), width), np.float32)
-    for index, unit in enumerate(units):
-        start = 0
-        for number, row in enumerate(unit):
-            end = start + len(row.tokens)
-            tokens_BT[index, start:end] = row.tokens
-            labels_BT[index, start : end - 1] = np.where(row.trained[1:], row.tokens[1:], IGNORE)
-            positions_BT[index, start:end] = np.arange(end - start)
-            documents_BT[index, start:end] = number
-            weights_BT[index, start : end - 1] = 1 if row.weights is None else row.weights[1:]
-            start = end
-        documents_BT[index, start:] = len(unit)
-        # In a pack, padding is a document of its own. Behind a single row it stays at the row's last position, so that
-        # RoPE scalings which depend on a row's length see the row's.
-        positions_BT[index, start:] = np.arange(width - start) if is_packed else max(start - 1, 0)
-    return Microbatch(
-        tokens_BT=torch.from_numpy(tokens_BT),
-        labels_BT=torch.from_numpy(labels_BT),
-        positions_BT=torch.from_numpy(positions_BT),
-        documents_BT=torch.from_numpy(documents_BT) if is_packed else None,
-        weights_BT=torch.from_numpy(weights_BT) if has_weights else None,
-        num_tokens=sum(totals),
-        rows=tuple(row.where for unit in units for row in unit),
-    )
