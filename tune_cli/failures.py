@@ -89,13 +89,14 @@ def conclude(ends: Sequence[End]) -> Conclusion:
     """The cause in `ends`: of the ranks that failed by themselves the first, else of those that lost the others."""
     if failed := [end for end in ends if end.kind in ("failed", "died")]:
         return _blame(failed, len(ends), may_restart=any(end.exit_code != 2 for end in failed))
-    if lost := [end for end in ends if end.kind == "lost"]:
+    stopped = [end for end in ends if end.kind == "stopped"]
+    if not stopped and (lost := [end for end in ends if end.kind == "lost"]):
         found = _blame(lost, len(ends), may_restart=True, is_lost=True)
         if silent := [str(end.rank) for end in ends if end.kind == "dropped"]:
             hint = f"rank {', '.join(silent)} was still running: it hangs, or does what the others do not"
             return replace(found, causes=[(message, hint) for message, _ in found.causes])
         return found
-    if stopped := [end for end in ends if end.kind == "stopped"]:
+    if stopped:  # One that was asked later than the others found them gone.
         told = next((end.causes for end in stopped if end.causes), [])
         return Conclusion(_worst(stopped), told)
     return Conclusion(_worst(ends))

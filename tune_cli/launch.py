@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 from optune.config.problems import suggest
 from optune.errors import ConfigError, TrainingError
 from tune_cli import worker
+from tune_cli.agent import SilentError, make_agent
 from tune_cli.arguments import Parser
 from tune_cli.machines import set_addresses
-from tune_cli.overseer import Overseer, SilentError, make_agent
+from tune_cli.overseer import Overseer
 
 OURS = ("--module", "-m", "--no-python", "--no_python", "--run-path", "--run_path")
 """Options of torchrun that say what the workers run; here that is always optune."""
@@ -100,10 +101,10 @@ def launch(launch_words: Sequence[str], worker_words: Sequence[str], output_dir:
     log = None if output_dir is None else Path(output_dir) / "log.txt"
     overseer = Overseer(base, keeps_words=options.redirects == options.tee == "0", log=log)
     try:
-        code = _run_agent(options, overseer)
+        return _run_agent(options, overseer)
     finally:
-        shutil.rmtree(base, ignore_errors=True)
-    return code
+        if not overseer.has_left_words:
+            shutil.rmtree(base, ignore_errors=True)
 
 
 def _run_agent(options: argparse.Namespace, overseer: Overseer) -> int:
@@ -139,12 +140,14 @@ def _run_agent(options: argparse.Namespace, overseer: Overseer) -> int:
         launcher.LocalElasticAgent = before
         for name in (worker.FOLDER, worker.RESTART, worker.KEEPS_WORDS):
             os.environ.pop(name, None)
+    overseer.keep_words()
     return 0
 
 
 def _conclude(overseer: Overseer, otherwise: int = 1) -> int:
     """Tells how the workers ended. `otherwise` is the exit code where none has said."""
     found = overseer.conclude()
+    overseer.keep_words(or_say=found.exit_code not in (130, 143))
     if found.causes:
         overseer.tell(found)
     return found.exit_code if overseer.has_ends else otherwise

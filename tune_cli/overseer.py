@@ -1,6 +1,6 @@
 """The launcher's side of its workers: their signals, their ends, and the machine that no longer answers.
 
-torch's agent starts, watches and restarts workers; `make_agent` adds to it what it leaves open:
+torch's agent starts, watches and restarts workers; `agent.py` adds to it, through this, what it leaves open:
 
 - the others end within seconds of the first that failed, however they hang; nobody waits for the dead;
 - a stop is waited for as long as the save takes, a second one ends all at once; SIGUSR1 goes to the workers;
@@ -20,7 +20,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from optune.errors import TrainingError
 from tune_cli import worker
 from tune_cli.failures import Conclusion, conclude, pack, read_ends, unpack
 from tune_cli.machines import Pulse
@@ -36,7 +35,6 @@ ECHO_S = 0.5
 """A signal that comes again so soon is the same one: `timeout` and process groups deliver it twice."""
 POLL_S = 0.05
 TELL_S = 3.0
-EXIT_BARRIER_S = 60.0
 
 
 class Overseer:
@@ -49,6 +47,8 @@ class Overseer:
         self._stopped_at = 0.0
         self._processes: dict[int, Any] = {}
         self._seen: dict[int, float] = {}
+        self.has_left_words = False
+        self._found: Conclusion | None = None
         self._is_over = False
         self._attempts = 0
         self._silence = ""
@@ -59,19 +59,19 @@ class Overseer:
 
     # Starting
 
-    def prepare(self, group: Any) -> None:
-        """Before the workers start: a folder for this attempt, and the number of restarts, the same on all machines."""
+    def prepare(self, restarts: int) -> None:
+        """Before the workers start: a folder for this attempt, and what they must know of it."""
         self.folder = self._base / f"attempt-{self._attempts}"
         self._attempts += 1
         self.folder.mkdir()
-        os.environ[worker.FOLDER], os.environ[worker.RESTART] = str(self.folder), str(_count_restarts(group))
+        os.environ[worker.FOLDER], os.environ[worker.RESTART] = str(self.folder), str(restarts)
         os.environ[worker.KEEPS_WORDS] = "1" if self._keeps_words else ""
 
     def watch(self, group: Any, context: Any, signals: Iterable[str]) -> None:
         """After they have started."""
         handlers = getattr(context, "subprocess_handlers", {})
         self._processes = {item.global_rank: handlers[item.local_rank].proc for item in group.workers}
-        self._seen, self._silence, self._is_over = {}, "", False
+        self._seen, self._silence, self._is_over, self._found = {}, "", False, None
         self._store, self._group_size = group.store, group.group_world_size
         for name in signals:
             signal.signal(signal.Signals[name], self._on_stop)
@@ -179,6 +179,11 @@ class Overseer:
 
     def conclude(self) -> Conclusion:
         """What to tell of this attempt, and to the other machines; theirs, where these ranks only lost the others."""
+        if self._found is None:
+            self._found = self._conclude()
+        return self._found
+
+    def _conclude(self) -> Conclusion:
         self.look()
         codes = {rank: process.returncode for rank, process in self._processes.items()}
         found = conclude(read_ends(self.folder, codes, self._seen))
@@ -198,6 +203,22 @@ class Overseer:
                 return unpack(self._store.get("optune/cause"))
             time.sleep(POLL_S)
         return None
+
+    def keep_words(self, *, or_say: bool = False) -> None:
+        """Adds what ranks wrote outside the run's own log to it: before there was a run folder, and by libraries. Where
+        there is no run folder, with `or_say`, the words stay where they are, which is said."""
+        for path in sorted(self.folder.glob("rank-*.txt")):
+            words = path.read_bytes()
+            log = None if self._log is None else self._log.parent / "logs" / path.name
+            if not words:
+                continue
+            if log is None or not log.parent.is_dir():
+                if or_say and not self.has_left_words:
+                    self.has_left_words = True
+                    print(f"what ranks other than 0 wrote is in {self.folder}", file=sys.stderr)
+                continue
+            with log.open("ab") as file:
+                file.write(b"written to stdout and stderr, before the run folder was there or by libraries:\n" + words)
 
     def tell(self, found: Conclusion, *, prefix: str = "error") -> None:
         """Prints a conclusion, and adds it to the run's log."""
@@ -267,69 +288,3 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(seconds)
     return results[0] if results else None
-
-
-def _count_restarts(group: Any) -> int:
-    """How often the workers were started before. torch's own count leaves out starts after a machine has joined, and is
-    0 on a machine that joins late."""
-    if group.group_rank != 0:
-        return int(group.store.get("optune/restarts"))
-    run_id = group.spec.rdzv_handler.get_run_id()
-    count = group.store.underlying_store.add(f"optune/starts/{run_id}", 1) - 1
-    group.store.set("optune/restarts", str(count))
-    return count
-
-
-def make_agent(overseer: Overseer, signals: list[str]) -> type[Any]:
-    """torch's agent for the workers of one machine, under `overseer`."""
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
-    base: Any = LocalElasticAgent  # its decorators hide what its methods take
-
-    class Agent(base):
-        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-            self._exit_barrier_timeout = EXIT_BARRIER_S
-            overseer.prepare(worker_group)
-            pids = super()._start_workers(worker_group)
-            overseer.watch(worker_group, self._pcontext, signals)
-            return pids
-
-        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            overseer.let_leave()
-            if overseer.silence:
-                overseer.end_all()
-                result = RunResult(state=WorkerState.FAILED)
-            else:
-                result = super()._monitor_workers(worker_group)
-            if result.state == WorkerState.FAILED:
-                found = overseer.conclude()
-                if not found.may_restart:
-                    self._remaining_restarts = 0
-                if self._remaining_restarts:
-                    overseer.tell(found, prefix="warning")
-                    overseer.forgive()
-                elif overseer.silence:
-                    raise SilentError(overseer.silence)
-            return result
-
-        def _stop_workers(self, worker_group: WorkerGroup) -> None:
-            # Workers that are well are stopped when a machine joins: they save first.
-            if not overseer.look()[1]:
-                overseer.stop_all(min(LAST_S, self._shutdown_timeout))
-            overseer.end_all()
-            overseer.stop_pulse()
-            super()._shutdown(signal.SIGHUP, int(GRACE_S))
-
-        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-            if overseer.stop is not None:
-                overseer.stop_all(timeout)
-            overseer.end_all()
-            overseer.stop_pulse()
-            super()._shutdown(signal.SIGHUP, int(GRACE_S))
-
-    return Agent
-
-
-class SilentError(TrainingError):
-    """A machine does not answer."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tune_cli import worker
 from tune_cli.arguments import Parser
 from tune_cli.launch import launch, split_launch_options
 from tune_cli.recipes import Recipe, find_config, load_recipe
@@ -49,7 +51,20 @@ def run(words: list[str]) -> int:
     cfg = request.load()
     if launch_words:
         return launch(launch_words, ["run", *rest], cfg.output_dir)
+    if restart := worker.read_restart():
+        cfg = request.load(_go_on(cfg.resume, cfg.output_dir, restart))
     return train(request.recipe, cfg)
+
+
+def _go_on(resume: str | None, output_dir: str, restart: int) -> list[str]:
+    """What lets a run go on whose processes were started again: a restart never begins anew over what was done."""
+    from optune.config.emit import write_override
+
+    if resume not in (None, "auto") and not any((Path(output_dir) / "checkpoints").glob("step-*")):
+        return []  # It goes on from another run, and has saved nothing yet.
+    if worker.read_rank() == 0:
+        print(f"restart {restart}: going on from the newest whole checkpoint (resume=auto)", file=sys.stderr)
+    return [write_override("resume", "auto")]
 
 
 def make_parser(command: str, usage: str, description: str) -> Parser:
