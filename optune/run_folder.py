@@ -1,9 +1,10 @@
 """The folder of one run: who may use it, what it is called, what is said in it, and the result in `model/`.
 
     runs/my-run/
-      config.yaml   metrics.jsonl   log.txt   checkpoints/step-000120/   model/
+      config.yaml   metrics.jsonl   log.txt   checkpoints/step-000120/   model/   logs/rank-0001.txt
 
 One process holds the folder at a time: `.lock` carries an advisory lock, which ends with the process however it ends.
+The other processes of its run follow it: they write nothing but a log of their own.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ _OWN_NAMES = ("config.yaml", "metrics.jsonl", "log.txt", "checkpoints", "model")
 
 
 class RunFolder:
-    """An open run folder; a context manager that lets go of it. Made by `open_run`.
+    """An open run folder; a context manager that lets go of it. Made by `open_run`, or by `follow_run` without a lock.
 
-    While it is open, all that is written to `sys.stderr` also goes, with the time, to `log.txt`. An exception that
+    While it is open, all that is written to `sys.stderr` also goes, with the time, to the log. An exception that
     leaves the context is written there too: its cause alone when it is an `OptuneError`, else with its traceback.
     """
 
-    def __init__(self, path: Path, lock: IO[str]) -> None:
+    def __init__(self, path: Path, lock: IO[str] | None, log: Path) -> None:
         self.path = path
         self._lock = lock
         self._terminal = sys.stderr
-        self._tee = _Tee(sys.stderr, (path / "log.txt").open("ab", buffering=0))
+        # What a follower says, the first process says too, or else it is for the log.
+        self._shown: IO[str] = sys.stderr if lock is not None else Path(os.devnull).open("w")  # noqa: SIM115
+        self._tee = _Tee(self._shown, log.open("ab", buffering=0))
         sys.stderr = cast(Any, self._tee)
 
     @property
@@ -85,12 +88,15 @@ class RunFolder:
 
     def close(self) -> None:
         """Give `sys.stderr` back and let go of the folder. Closing twice does nothing."""
-        if self._lock.closed:
+        if self._tee.is_closed:
             return
         if sys.stderr is self._tee:
             sys.stderr = self._terminal
         self._tee.close()
-        self._lock.close()
+        if self._lock is None:
+            self._shown.close()
+        else:
+            self._lock.close()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -133,12 +139,25 @@ def open_run(output_dir: str | Path, config_yaml: str, resume: Resume = None) ->
             if not _goes_on(path, resume):
                 (path / "log.txt").unlink(missing_ok=True)
                 (path / "metrics.jsonl").unlink(missing_ok=True)
+                files.remove_tree(path / "logs")
             (path / "checkpoints").mkdir(exist_ok=True)
             files.write_whole(path / "config.yaml", config_yaml.encode())
-            return RunFolder(path, lock)
+            return RunFolder(path, lock, path / "log.txt")
         except BaseException:
             lock.close()
             raise
+    except OSError as error:
+        raise _unwritable(path, _cause(error)) from error
+
+
+def follow_run(output_dir: str | Path, rank: int) -> RunFolder:
+    """The folder that the first process of this run has opened, for the process `rank`: its words go to
+    `logs/rank-0001.txt`, and not to the terminal."""
+    path = Path(output_dir).absolute()
+    log = path / "logs" / f"rank-{rank:04}.txt"
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return RunFolder(path, None, log)
     except OSError as error:
         raise _unwritable(path, _cause(error)) from error
 
@@ -225,6 +244,7 @@ class _Tee:
         self._log = log
         self._line = ""
         self._held = ""
+        self.is_closed = False
 
     def write(self, text: str) -> int:
         self._line += text
@@ -265,6 +285,7 @@ class _Tee:
         self.terminal.write(self._held)
         self._line = self._held = ""
         self._log.close()
+        self.is_closed = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.terminal, name)

@@ -41,7 +41,11 @@ def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_
     )
     pad_id = min(tokenizer.pad_id, config.vocab_size - 1)  # any id does: padding is told by its place
     batches = data.build_batches(
-        load_rows(sources["train"]),
+        load_rows(
+            sources["train"],
+            streaming=cfg.data.streaming,
+            shuffle_window=cfg.data.shuffle_window,
+        ),
         batch_size=cfg.batch_size,
         gradient_accumulation_steps=cfg.gradient_accumulation_steps,
         shuffle=cfg.data.shuffle,
@@ -74,26 +78,24 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             "parameter_groups": cfg.parameter_groups,
             "master_weights": cfg.model.master_weights,
         }
-        run_folder.check_output(cfg.output_dir, resume=cfg.resume)
-        resume_from = checkpoint.resolve(cfg.resume, cfg.output_dir)
-        source = models.resolve(cfg.model.path)
+        processes.on_main(run_folder.check_output, cfg.output_dir, resume=cfg.resume)
+        resume_from = processes.on_main(checkpoint.resolve, cfg.resume, cfg.output_dir)
+        source = processes.in_turn(models.resolve, cfg.model.path)
         config = models.check(source)
-        outline = models.outline(config)
-        lora.apply(outline, **settings["lora"])  # wrong targets are refused here
-        optim.try_optimizer(
-            outline,
-            **optimizer_settings,
-            device=processes.device,
-        )
+        model = models.outline(config).to(models.DTYPES[cfg.model.dtype])  # names and shapes, no memory
+        lora.apply(model, **settings["lora"])  # wrong targets are refused here
+        optim.try_optimizer(model, **optimizer_settings, device=processes.device)
 
         tokenizer, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
         total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
         schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))
 
-        # The model, and on it the adapters: fresh ones, or those of the checkpoint where the run goes on.
-        model = models.load(source, dtype=models.DTYPES[cfg.model.dtype], device=processes.device)
+        # The model, and on it the adapters: fresh ones, or those of the checkpoint where the run goes on. Each process
+        # reads its part.
+        distributed.spread(model, processes)
+        models.fill(model, source, device=processes.device)
         train.seed_everything(cfg.seed)
-        lora.apply(model, **settings["lora"])
+        lora.start(model)
         if resume_from is not None:
             lora.load(model, resume_from)
         model.activation_checkpointing = cfg.activation_checkpointing
@@ -112,6 +114,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             expected_tokens=batches.positions_per_step,
             variant=cfg.immediate_variant,
             max_parameter_grad_norm=cfg.max_parameter_grad_norm,
+            reduce=processes.reduce,
         )
         summary = session.summarize(cfg.model.path, source, model, batches, total_steps, optimizer, stepper)
         if validate_only:
@@ -119,11 +122,13 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             return 0
 
         def write_adapter(tensors, folder):
-            lora.save(model, folder, base=cfg.model.path, tensors=tensors)
-            models.copy_companions(source, folder, tokenizer.changed_files)
+            lora.save(model, folder, base=cfg.model.path, tensors=tensors, rank=processes.rank)
+            if processes.is_main:
+                models.copy_companions(source, folder, tokenizer.changed_files)
 
         with session.start(
             cfg.output_dir,
+            processes,
             config_yaml=to_run_yaml(cfg),
             resume=cfg.resume,
             resume_from=resume_from,
@@ -134,7 +139,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             stepper=stepper,
             write_model=write_adapter,
             model_tensors=lora.state(model),
-            epoch_at=batches.epoch,
+            batches=batches,
             total_steps=total_steps,
             time_limit=time_limit,
             save_every_steps=cfg.checkpoint.save_every_steps,
@@ -148,7 +153,8 @@ def main(cfg: Config, validate_only: bool = False) -> int:
 
             def validate():
                 with run.validating():
-                    run.log_validation(train.evaluate(model, loss.next_token_loss, run.until_stopped(validation)))
+                    rows = run.until_stopped(validation)
+                    run.log_validation(train.evaluate(model, loss.next_token_loss, rows, sum_over_ranks=run.sum))
 
             if validation and run.owes_validation:
                 validate()
@@ -157,7 +163,8 @@ def main(cfg: Config, validate_only: bool = False) -> int:
                 microbatches = batches.microbatches(step, processes.data_rank)
                 result = train.train_step(
                     model, loss.next_token_loss, stepper, microbatches,
-                    seed=cfg.seed, step=step, accumulation=cfg.accumulation,
+                    seed=cfg.seed, step=step, rank=processes.data_rank, sum_over_ranks=run.sum,
+                    accumulation=cfg.accumulation,
                 )  # fmt: skip
                 run.log_step(result)
                 if validation and (run.is_due(cfg.validation_every_steps) or run.is_over):

@@ -34,7 +34,18 @@ ALLOWED = {
     "run_folder": BASE | {"folder_lock"},
     "resuming": BASE | {"checkpoint", "optim"},
     "session": BASE
-    | {"checkpoint", "metrics", "optim", "resuming", "run_folder", "signals", "start_summary", "time_limit", "train"},
+    | {
+        "checkpoint",
+        "distributed",
+        "metrics",
+        "optim",
+        "resuming",
+        "run_folder",
+        "signals",
+        "start_summary",
+        "time_limit",
+        "train",
+    },
     "start_summary": BASE | {"metrics", "optim"},
     "train": BASE | {"loss", "optim", "passes"},
 }

@@ -15,13 +15,13 @@ class Layout:
     """`replicate` copies of the model, each divided among `shard` x `tensor` processes.
 
     Process `(r x shard + s) x tensor + t` is replica r, shard s, part t. The `tensor` processes of a group see the same
-    rows; all others see rows of their own. `is_whole`: each process holds plain, undivided parameters.
+    rows; all others see rows of their own. `keep_whole`: why each process holds undivided parameters, if it does.
     """
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
-    is_whole: bool = False
+    keep_whole: str | None = None
 
     @property
     def data_size(self) -> int:
@@ -29,7 +29,7 @@ class Layout:
         return self.replicate * self.shard
 
     def describe(self) -> str:
-        """Such as `4 processes: 2 replicas x 2 shards`."""
+        """Such as `4: 2 replicas x 2 shards`."""
         parts = [
             f"{number} {word}"
             for number, word in (
@@ -39,7 +39,8 @@ class Layout:
             )
             if number > 1
         ]
-        return f"{self.data_size * self.tensor} processes: {' x '.join(parts)}"
+        reason = f", because {self.keep_whole}" if self.keep_whole else ""
+        return f"{self.data_size * self.tensor}: {' x '.join(parts)}{reason}"
 
 
 def divide(
@@ -58,7 +59,7 @@ def divide(
     if keep_whole is not None:
         _refuse_division(shard, tensor, keep_whole)
         if replicate in (1, world_size):
-            return Layout(replicate=world_size, is_whole=True)
+            return Layout(replicate=world_size, keep_whole=keep_whole)
         shard = 1
     wanted = f"replicate={replicate}, shard={shard}, tensor={tensor}"
     known = replicate * tensor * (1 if shard == "auto" else shard)
@@ -69,7 +70,7 @@ def divide(
             where=WHERE,
             hint="start replicate x shard x tensor processes (--nproc-per-node), or leave shard on auto",
         )
-    return Layout(replicate, world_size // known if shard == "auto" else shard, tensor, keep_whole is not None)
+    return Layout(replicate, world_size // known if shard == "auto" else shard, tensor, keep_whole)
 
 
 def _refuse_division(shard: int | Literal["auto"], tensor: int, reason: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,11 @@ from optune.distributed.layout import Layout, divide
 from optune.errors import OptuneError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+FILE_TIMEOUT_S = 3600
+"""How long one process waits for another that writes or hashes files: a checkpoint may lie on a slow disk."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -41,6 +45,8 @@ class Processes:
     layout: Layout = field(default_factory=Layout)
     mesh: DeviceMesh | None = None
     local_rank: int = 0
+    file_group: ProcessGroup | None = None
+    """A gloo group of all processes for what writes files beside the training; None for one process."""
 
     @property
     def is_main(self) -> bool:
@@ -59,17 +65,17 @@ class Processes:
 
     @property
     def reduce(self) -> Callable[[Tensor], Tensor] | None:
-        """Sums a gradient over all replicas, in place, where parameters are whole; else None: sharding does it."""
-        return _sum_in_place if self.world_size > 1 and self.layout.is_whole else None
+        """Sums a gradient over all replicas, in place, where parameters are kept whole; else None: sharding does it."""
+        return _sum_in_place if self.world_size > 1 and self.layout.keep_whole else None
 
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        """The sums over the data ranks, in float64; each tensor group counts once."""
+    def sum(self, numbers: Sequence[float], *, everywhere: int = 0) -> list[float]:
+        """The sums over the data ranks, in float64; each tensor group counts once, but for the last `everywhere`
+        numbers, which are summed over all processes."""
         if self.world_size == 1:
             return list(numbers)
-        counts = self.rank % self.layout.tensor == 0
-        tensor = (
-            torch.tensor(numbers, dtype=torch.float64) if counts else torch.zeros(len(numbers), dtype=torch.float64)
-        )
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        if self.rank % self.layout.tensor:
+            tensor[: len(numbers) - everywhere] = 0
         torch.distributed.all_reduce(tensor)
         return tensor.tolist()
 
@@ -156,7 +162,9 @@ def start(
     if is_ours:
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
-        yield Processes(found, rank, world_size, layout, make_mesh(found, layout), local_rank)
+        file_timeout = timedelta(seconds=max(timeout_s, FILE_TIMEOUT_S))
+        file_group = cast(Any, torch.distributed.new_group(backend="gloo", timeout=file_timeout))
+        yield Processes(found, rank, world_size, layout, make_mesh(found, layout), local_rank, file_group)
     finally:
         if is_ours:
             torch.distributed.destroy_process_group()

@@ -20,7 +20,7 @@ def spread(model: Any, processes: Processes) -> None:
     Gradients are **summed** over the data ranks, so the loss of each is divided by the targets of all of them.
     Low-precision gradients are summed in fp32 and rounded once.
     """
-    if processes.world_size == 1 or processes.layout.is_whole or processes.mesh is None:
+    if processes.world_size == 1 or processes.layout.keep_whole or processes.mesh is None:
         return
     mesh, layout = processes.mesh, processes.layout
     if layout.tensor > 1:

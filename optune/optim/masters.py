@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optune.optim.kinds import local_part
+
 BF16_LOST = 2.0**-9
 """An update smaller than this part of a bf16 weight may round to nothing (half the spacing at the top of a binade)."""
 SAMPLE = 4096
@@ -74,8 +76,8 @@ def warn_lost_updates(
     lost = total = 0
     for name, parameter in named_parameters:
         if held.get(name) is parameter and parameter.dtype is torch.bfloat16:
-            stride = max(1, parameter.numel() // SAMPLE)
-            sizes = parameter.detach().reshape(-1)[::stride].float().abs()
+            stride = max(1, local_part(parameter).numel() // SAMPLE)
+            sizes = local_part(parameter.detach()).reshape(-1)[::stride].float().abs()
             lost += int((sizes * BF16_LOST > rates[name] * peak_factor).sum()) * stride
             total += sizes.numel() * stride
     if not total or lost < WARN_SHARE * total:

@@ -33,8 +33,8 @@ def test_a_layout_that_does_not_divide_is_refused_with_the_numbers(keys, numbers
 
 
 def test_parameters_that_must_stay_whole_make_every_process_a_replica() -> None:
-    assert divide(4, keep_whole="it must") == Layout(4, 1, 1, is_whole=True)
-    assert divide(4, replicate=4, shard=1, keep_whole="it must") == Layout(4, 1, 1, is_whole=True)
+    assert divide(4, keep_whole="it must") == Layout(4, 1, 1, keep_whole="it must")
+    assert divide(4, replicate=4, shard=1, keep_whole="it must") == Layout(4, 1, 1, keep_whole="it must")
     for keys in ({"shard": 4}, {"tensor": 2}, {"shard": 2, "replicate": 2}):
         with pytest.raises(ConfigError, match="but it must"):
             divide(4, keep_whole="it must", **keys)

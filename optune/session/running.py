@@ -1,37 +1,32 @@
-"""What every recipe does in the same way around its loop: open the run folder, resume, log, save, stop.
-
-    with session.start(…) as run:
-        for step in run.steps():
-            …one training step…
-            run.log_step(result)
-            if run.is_due(save_every_steps):
-                run.save()
-    return run.exit_code
-
-The loop, and what is in it, belongs to the recipe.
-"""
+"""A run in progress: its steps, what it logs and saves, and how it ends."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optune import checkpoint, files, metrics, optim, resuming, run_folder
+from optune import checkpoint, files, metrics, optim, run_folder
+from optune.distributed import Processes
 from optune.errors import TrainingError
+from optune.session.hearing import Hearing
 from optune.signals import Requests
-from optune.start_summary import show, summarize
 from optune.time_limit import TimeLimit
 from optune.train import StepResult
 from optune.types import Microbatch
 
-__all__ = ["Session", "TimeLimit", "show", "start", "summarize"]
+
+class Batches(Protocol):
+    """What a session has to know of the batches of `data.build_batches`."""
+
+    def epoch(self, step: int) -> float: ...
+    def cursor(self, step: int) -> Any: ...
+    def seek(self, step: int, cursor: Any) -> None: ...
+    def describe_end(self, step: int) -> dict[str, str]: ...
 
 
 class Session:
@@ -43,9 +38,10 @@ class Session:
         log: metrics.RunLog,
         saver: checkpoint.Saver,
         requests: Requests,
+        processes: Processes,
         *,
         optimizer: Optimizer,
-        epoch_at: Callable[[int], float],
+        batches: Batches,
         total_steps: int,
         time_limit: TimeLimit,
         save_s: float,
@@ -55,9 +51,11 @@ class Session:
     ) -> None:
         self.step: int = progress["step"]
         """Steps done."""
-        self._folder, self._log, self._saver, self._requests = folder, log, saver, requests
-        self._optimizer, self._epoch_at, self._total_steps = optimizer, epoch_at, total_steps
+        self._folder, self._log, self._saver, self._processes = folder, log, saver, processes
+        self._hearing = Hearing(processes, requests, is_late=self._is_late, has_failed=lambda: saver.has_failed)
+        self._optimizer, self._batches, self._total_steps = optimizer, batches, total_steps
         self._time_limit, self._save_s, self._longest_s = time_limit, save_s, 0.0
+        self._step_began: float | None = None
         self._saves_ahead = saves_ahead
         self._resume_from, self._first_step = resume_from, self.step
         self._progress = progress
@@ -78,21 +76,30 @@ class Session:
     @property
     def exit_code(self) -> int:
         """0, also where `max_time` ended the run; 130 or 143 where a signal ended it before all was done."""
-        return 0 if self.is_over and not self.owes_validation else self._requests.exit_code
+        stop = self._hearing.stop
+        return 0 if stop is None or (self.is_over and not self.owes_validation) else 128 + stop
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """`numbers` summed over the ranks that see different rows. All processes call it together, and hear by it what
+        one of them has been asked by a signal or the clock."""
+        return self._hearing.sum(numbers)
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps to do, from 0 for the first of the run; ends early on a signal or at `max_time`.
 
         After each one the recipe has called `log_step`. Before the iteration ends the run is saved as it stands.
         """
+        self._hearing.listen()
         while not self.is_over and not self._must_leave():
-            started = time.monotonic()
+            self._step_began = time.monotonic()
             yield self.step
-            self._saver.check()
+            self._hearing.listen()
+            if self._hearing.has_failed:
+                self._saver.wait()  # and so raise it
             if self._saves_ahead and self.step == self._first_step + 1:
                 self._saver.reserve()
-            self._longest_s = max(self._longest_s, time.monotonic() - started)
-            if self._requests.take_save():
+            self._longest_s, self._step_began = self._measure_longest_s(), None
+            if self._hearing.take_save():
                 self._log.say(f"SIGUSR1: saving after step {self.step}")
                 self.save()
         if self._progress["skipped_steps"] >= self.step > 0:
@@ -104,16 +111,24 @@ class Session:
 
     def _must_leave(self) -> bool:
         """Whether this process takes no further step, which is then said."""
-        if self._requests.stop is not None:
+        if self._hearing.stop is not None:
             when = f"saving after step {self.step}" if self.step > self._saved_step else "nothing new to save"
-            self._log.say(f"{self._requests.stop.name}: {when}")
+            self._log.say(f"{self._hearing.stop.name}: {when}")
             return True
-        save_s = max([self._save_s, *(report.write_s for report in self._saver.reports)])
         # One step at least: a run that always left before its first one would never end.
-        if self.step == self._first_step or self._time_limit.leaves(self._longest_s + save_s):
+        if self.step == self._first_step or not self._hearing.is_late:
             return False
         self._log.say(f"max_time is nearly over: saving after step {self.step} of {self._total_steps}")
         return True
+
+    def _is_late(self) -> bool:
+        """Whether the time is too short for another step and a save."""
+        save_s = max([self._save_s, *(report.write_s for report in self._saver.reports)])
+        return not self._time_limit.leaves(self._measure_longest_s() + save_s)
+
+    def _measure_longest_s(self) -> float:
+        under_way_s = 0.0 if self._step_began is None else time.monotonic() - self._step_began
+        return max(self._longest_s, under_way_s)
 
     def log_step(self, result: StepResult) -> None:
         """Counts the step as done and logs it."""
@@ -126,7 +141,7 @@ class Session:
         progress["skipped_in_a_row"] = progress["skipped_in_a_row"] + 1 if result.skipped else 0
         self._log.step(
             self.step,
-            epoch=self._epoch_at(self.step),
+            epoch=self._batches.epoch(self.step),
             loss=result.loss,
             lr=optim.get_learning_rate(self._optimizer),
             grad_norm=result.grad_norm,
@@ -157,14 +172,16 @@ class Session:
     def until_stopped(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
         """`microbatches` for a validation, which may be long: a signal that asks for the end does not wait for it."""
         for microbatch in microbatches:
-            if self._requests.stop is not None:
+            if self._processes.world_size > 1:
+                self._hearing.sum([])
+            if self._hearing.stop is not None:
                 raise _LeaveValidation
             yield microbatch
 
     def log_validation(self, loss: float) -> None:
         """Logs the validation loss of the weights as they are now; the checkpoint of this step carries it."""
         self._progress["validation"] = {"step": self.step, "loss": loss}
-        self._log.validation(self.step, loss=loss, epoch=self._epoch_at(self.step))
+        self._log.validation(self.step, loss=loss, epoch=self._batches.epoch(self.step))
         self._was_owed, self._progress["owes_validation"] = self.owes_validation, False
 
     def save(self) -> None:
@@ -180,7 +197,8 @@ class Session:
             progress["validation_loss"] = validation["loss"]
         started = time.perf_counter()
         with self._log.aside("saving"):
-            counters = {"epoch": self._epoch_at(self.step), "log": self._log.checkpoint_state()}
+            counters = {"epoch": self._batches.epoch(self.step), "log": self._log.checkpoint_state()}
+            counters["cursor"] = self._batches.cursor(self.step)
             report = self._saver.save(self.step, progress | counters, is_last=is_last)
         self._saved_step = self.step
         if not is_last:
@@ -195,11 +213,9 @@ class Session:
         newest = self._saver.wait() or self._resume_from
         written_s = [report.write_s for report in self._saver.reports]
         where: dict[str, object] = {"saving": metrics.describe_saves(written_s, self._stalls_s)}
-        where |= {"checkpoint": newest, "run folder": self._folder.path}
+        where |= {**self._batches.describe_end(self.step), "checkpoint": newest, "run folder": self._folder.path}
         if newest is not None and self.is_over:
-            # A process may have died between its last save and here; a result that is there may have been edited.
-            is_made = self.step == self._first_step and self._folder.has_model_of(newest)
-            where["model"] = self._folder.model if is_made else self._folder.publish_model(newest)
+            where["model"] = self._processes.on_main(self._publish_model, newest)
         if not self.is_over or self.owes_validation:
             where["go on"] = f"optune resume {self._folder.path}"
         if self.step == self._first_step:
@@ -209,115 +225,11 @@ class Session:
             self._log.say(metrics.format_fields(title, where | more))
         self._log.finish(where, how="finished" if self.is_over else "stopped")
 
+    def _publish_model(self, newest: Path) -> Path:
+        # A process may have died between its last save and here; a result that is there may have been edited.
+        is_made = self.step == self._first_step and self._folder.has_model_of(newest)
+        return self._folder.model if is_made else self._folder.publish_model(newest)
+
 
 class _LeaveValidation(Exception):  # noqa: N818 (a message between two methods, not a failure)
     """A signal asks for the end, and the validation is not over."""
-
-
-@contextmanager
-def start(
-    output_dir: str,
-    *,
-    config_yaml: str,
-    resume: str | None,
-    resume_from: Path | None,
-    allow_change: Collection[str] = (),
-    identity: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: Optimizer,
-    stepper: optim.Stepper,
-    write_model: Callable[[Mapping[str, Tensor], Path], None],
-    model_tensors: Mapping[str, Tensor],
-    epoch_at: Callable[[int], float],
-    total_steps: int,
-    time_limit: TimeLimit,
-    save_every_steps: int | None = None,
-    keep_last: int | None = 2,
-    log_every_steps: int = 1,
-    loggers: Sequence[Any] = (),
-    summary: Mapping[str, object],
-) -> Iterator[Session]:
-    """Opens the run folder and gives the session; on the way out waits for the last save and publishes the result.
-
-    - `identity`: `config` as plain values, and sums of `data` and base `model`. What alters training is kept in each
-      checkpoint and compared with that of `resume_from`; a difference that `allow_change` does not name is refused,
-      before anything is written.
-    - `resume`: the key; it decides whether `output_dir` may hold a run already. `resume_from`: the verified checkpoint
-      that it stands for, whose weights `model` already has; optimizer and counters are restored here.
-    - `write_model(tensors, folder)` writes the model files of a checkpoint from `model_tensors` or copies of them.
-    - `epoch_at(step)`: epochs done after so many steps.
-    - `time_limit`: the run is saved and left when it is nearly over.
-    """
-    fingerprint = resuming.make_fingerprint(identity)
-    progress: dict[str, Any] = dict(resuming.COUNTERS)
-    notes: list[str] = []
-    if resume_from is not None:
-        progress, notes = resuming.restore(
-            resume_from,
-            fingerprint,
-            allow_change=allow_change,
-            model=model,
-            optimizer=optimizer,
-            stepper=stepper,
-            total_steps=total_steps,
-        )
-    elif resume is not None:
-        notes = [f"{output_dir} holds no checkpoint yet: starting from the beginning"]
-    log_state = progress.pop("log", None)
-    progress |= {"fingerprint": fingerprint, "total_steps": total_steps}
-    with ExitStack() as stack:
-        folder = stack.enter_context(run_folder.open_run(output_dir, config_yaml, resume=resume))
-        requests = stack.enter_context(Requests())
-        for note in notes:
-            checkpoint.say_on_stderr(note)  # and so to log.txt
-        parameters = dict(model.named_parameters())
-        room = checkpoint.rehearse(
-            folder.path,
-            write_model=lambda path: write_model(model_tensors, path),
-            optimizer=optimizer,
-            named_parameters=parameters,
-            keep_last=keep_last,
-            keep_best=identity["config"]["data"]["validation"] is not None,
-            saves=math.ceil((total_steps - progress["step"]) / (save_every_steps or total_steps)),
-            resume_from=resume_from,
-        )
-        saver = checkpoint.Saver(
-            folder.path,
-            write_model=lambda path, tensors: write_model(tensors, path),
-            model_tensors=model_tensors,
-            optimizer=optimizer,
-            named_parameters=parameters,
-            keep_last=keep_last,
-            first_step=progress["step"],
-        )
-        stack.enter_context(saver)
-        log = metrics.RunLog(
-            folder.path,
-            total_steps,
-            first_step=progress["step"],
-            state=log_state,
-            log_every_steps=log_every_steps,
-            loggers=loggers,
-            config=identity["config"],
-            device=str(next(model.parameters()).device),
-        )
-        stack.enter_context(log)
-        tried = f"; one was tried in {room.write_s:.1f} s" if room.write_s else ""
-        checkpoints = f"{room}{tried}" if progress["step"] < total_steps else None
-        log.start("run", {**summary, "checkpoints": checkpoints, "output": folder.path})
-        run = Session(
-            folder,
-            log,
-            saver,
-            requests,
-            optimizer=optimizer,
-            epoch_at=epoch_at,
-            total_steps=total_steps,
-            time_limit=time_limit,
-            save_s=room.write_s,
-            saves_ahead=save_every_steps is not None and save_every_steps < total_steps,
-            resume_from=resume_from,
-            progress=progress,
-        )
-        yield run
-        run.publish()
