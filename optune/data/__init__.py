@@ -1,13 +1,22 @@
 """Data: from files of rows to microbatches. See docs/data.md for what is trained and what is left out.
 
-A row's way: `sources.py` (file → JSON rows) → `formats.py` (row → conversation or text) → `template.py` and `spans.py`
+A row's way: `sources/` (file → JSON rows) → `formats.py` (row → conversation or text) → `template.py` and `spans.py`
 (conversation → text with the answers found) → `encoding.py` (text → tokens with targets) → `rows.py` → `batching.py`.
+Many rows go that way in worker processes (`workers.py`) and only once (`cache.py`).
+
+A name is read from its file when it is first used: the worker processes must not wait for torch.
 """
 
-from optune.data.batching import Batches, ValidationBatches, build_batches, build_validation_batches
-from optune.data.loading import load_pairs, load_rows
-from optune.data.rows import Report, Row, Rows, Tally
-from optune.data.tokenizer import Tokenizer, load_tokenizer
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optune.data.batching import Batches, ValidationBatches, build_batches, build_validation_batches
+    from optune.data.loading import load_pairs, load_rows
+    from optune.data.rows import Report, Row, Rows, Tally
+    from optune.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "Batches",
@@ -23,3 +32,22 @@ __all__ = [
     "load_rows",
     "load_tokenizer",
 ]
+
+_FILES = {
+    "Batches": "batching",
+    "ValidationBatches": "batching",
+    "build_batches": "batching",
+    "build_validation_batches": "batching",
+    "load_pairs": "loading",
+    "load_rows": "loading",
+    "Tokenizer": "tokenizer",
+    "load_tokenizer": "tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'optune.data' has no attribute {name!r}")
+    module = importlib.import_module(f"optune.data.{_FILES.get(name, 'rows')}")
+    value = globals()[name] = getattr(module, name)
+    return value

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from optune.data.encoder import EncodedChunk, RowEncoder, Truncation, first_format
+from optune.data.cache import Prepared, RowCache, find_folder
+from optune.data.cache_key import find_key
+from optune.data.encoder import RowEncoder, Truncation
 from optune.data.encoding import TrainOn
 from optune.data.formats import Format
 from optune.data.mixing import Mixture, check_mixture
-from optune.data.rows import Report, Row, Rows
-from optune.data.sources import Source, list_sources, name_rows, read_rows
+from optune.data.preparing import encode_sources
+from optune.data.rows import Report, Rows
+from optune.data.sources import Source, list_sources, name_rows
+from optune.data.stream_blocks import StreamedRows
 from optune.data.tokenizer import Tokenizer
+from optune.data.workers import Result
 from optune.errors import DataError
-
-_CHUNK = 1000
-"""Rows encoded at once: enough to keep all cores busy, few enough to stay small."""
-
-T = TypeVar("T")
 
 
 def load_rows(
@@ -33,7 +33,10 @@ def load_rows(
     train_on: TrainOn = "assistant",
     parse_special: bool = False,
     embedding_rows: int | None = None,
-) -> Rows:
+    streaming: bool = False,
+    shuffle_window: int | None = None,
+    cache: str | Path | None = None,
+) -> Rows | StreamedRows:
     """The rows of `train` as tokens with their targets marked, in the order of the files; `.report` says what happened.
 
     - `train`: a path, a mapping with the keys of `sources.list_sources`, or a list of these; `Rows.mixture` carries
@@ -46,23 +49,39 @@ def load_rows(
     - `train_on`: `assistant`, `last_assistant` or `all`, for chats; `all` also trains the prompts of completions.
     - `parse_special`: text of control tokens inside messages becomes control tokens; otherwise it stays text.
     - `embedding_rows`: of the model; a token beyond them makes its row a broken one.
+    - `streaming`: nothing is read yet, and `build_batches` makes batches that read the files as they need them;
+      `shuffle_window`: how many rows are shuffled together then (None: `stream_blocks.DEFAULT_WINDOW`).
+    - `cache`: the folder in which prepared rows are kept and looked for, `auto` for the usual one (see
+      `cache.find_folder`), None to do without. Rows that are streamed are not kept.
 
     Raises DataError for a missing file, for rows that are broken (the first one is named, all are counted), and where
     no row is left.
     """
     encoder = RowEncoder(tokenizer, max_length, truncation, train_on, parse_special, embedding_rows)
+    if streaming:
+        return StreamedRows(_list_streams(train), encoder, format, shuffle_window)
+    if shuffle_window is not None:
+        raise DataError(
+            "is only for data.streaming: rows that are read whole are shuffled as a whole",
+            where="data.shuffle_window",
+            hint="leave it out, or set data.streaming=true",
+        )
     sources = list_sources(train)
-    counts = [0] * (sources[-1].entry + 1)
-
-    def encode() -> Iterator[EncodedChunk]:
-        for source in sources:
-            for chunk in _encode_source(encoder, source, format):
-                counts[source.entry] += len(chunk.rows)
-                yield chunk
-
-    rows = join_chunks(encode(), sources)
+    rows, counts = _prepare(encoder, sources, format, cache)
     rows.mixture = _mix(sources, counts)
     return rows
+
+
+def _list_streams(train: Any) -> list[Source]:
+    sources = list_sources(train, may_count=False)
+    for source in sources:
+        if source.kind == "json":
+            raise DataError(
+                "a .json list can only be read whole, so it cannot be streamed",
+                where=source.name,
+                hint="write the rows as JSONL, one a line: jq -c '.[]' rows.json > rows.jsonl",
+            )
+    return sources
 
 
 def _mix(sources: Sequence[Source], counts: Sequence[int]) -> Mixture | None:
@@ -83,6 +102,7 @@ def load_pairs(
     truncation: Truncation = "drop",
     parse_special: bool = False,
     embedding_rows: int | None = None,
+    cache: str | Path | None = None,
 ) -> Rows:
     """Pairs of a chosen and a rejected answer as tokens: pair i is the rows 2i (chosen) and 2i + 1 (rejected).
 
@@ -95,25 +115,37 @@ def load_pairs(
     if any(source.weight != 1 for source in sources):
         raise DataError("a source of pairs has no weight", where="data.train", hint="max_rows takes a part of a source")
     format = "preference" if format == "auto" else format
-    rows = join_chunks((chunk for source in sources for chunk in _encode_source(encoder, source, format)), sources)
+    rows, _ = _prepare(encoder, sources, format, cache)
     rows.report.kept = len(rows) // 2
     return rows
 
 
-def _encode_source(encoder: RowEncoder, source: Source, format: Format) -> Iterator[EncodedChunk]:
-    format, detected = source.format or format, None
-    for rows in _chunks(((source.place(number), row) for number, row in read_rows(source)), _CHUNK):
-        yield encoder.encode(rows, format, source=source.name, detected=detected)
-        detected = detected or first_format(rows)
+def _prepare(encoder: RowEncoder, sources: list[Source], format: Format, cache: str | Path | None) -> Prepared:
+    """The rows of all sources, and how many of them each entry of the list gave; from the cache where they are."""
+
+    def make() -> Prepared:
+        counts = [0] * (sources[-1].entry + 1)
+
+        def count(source: Source, result: Result) -> Result:
+            counts[source.entry] += len(result[1])
+            return result
+
+        results = encode_sources(encoder, sources, format)
+        return join_results((count(source, result) for source, result in results), sources), counts
+
+    folder = find_folder(cache)
+    if folder is None:
+        return make()
+    return RowCache(folder).fetch(lambda: find_key(encoder, sources, format, folder), make)
 
 
-def join_chunks(chunks: Iterable[EncodedChunk], sources: Sequence[Source]) -> Rows:
+def join_results(results: Iterable[Result], sources: Sequence[Source]) -> Rows:
     """All rows and reports as one. Raises DataError where a row is broken or none is left; `sources` names the files
     then."""
-    rows: list[Row] = []
+    parts: list[Rows] = []
     report, errors, end_ids = Report(), list[DataError](), set[int]()
-    for chunk in chunks:
-        rows += chunk.rows
+    for chunk, rows in results:
+        parts.append(rows)
         report.merge(chunk.report)
         errors += chunk.errors
         end_ids |= chunk.end_ids
@@ -122,23 +154,17 @@ def join_chunks(chunks: Iterable[EncodedChunk], sources: Sequence[Source]) -> Ro
         also = f" (of {report.rows} rows {len(rest)} more cannot be used: " if rest else ""
         also += name_rows([str(error.where) for error in rest[:5]], len(rest)) + ")" if rest else ""
         raise DataError(str(first).removeprefix(f"{first.where}: ") + also, where=first.where, hint=first.hint)
-    report.kept = len(rows)
-    if not rows:
+    report.kept = sum(map(len, parts))
+    if not report.kept:
         names = name_rows([source.name for source in sources[:3]], len(sources))
         # A note may be the cause: a template that leaves the answers out leaves no target.
         reasons = "; ".join([*report.skipped_lines(), *report.noted_lines()])
         raise DataError(
             f"none of the {report.rows} rows can be trained: {reasons}" if reasons else "no rows", where=names
         )
-    joined = Rows(rows, report)
+    joined = Rows.join(parts, report)
     if end_ids and not np.isin(joined.tokens[joined.trained], list(end_ids)).any():
         report.note(
             "no target is an end-of-turn token, so the model does not learn to stop", joined[0].where, len(joined)
         )
     return joined
-
-
-def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk

@@ -154,29 +154,100 @@ class Report:
         ]
 
 
+class Places(Sequence[str]):
+    """Where rows are, kept as one array of UTF-8 and the place in it where each ends."""
+
+    def __init__(self, text: np.ndarray, ends: np.ndarray) -> None:
+        self.text, self.ends = text, ends
+
+    @classmethod
+    def of(cls, places: Sequence[str]) -> Places:
+        if isinstance(places, Places):
+            return places
+        parts = [place.encode() for place in places]
+        text = np.frombuffer(b"".join(parts), np.uint8)
+        return cls(text, np.cumsum([len(part) for part in parts], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        start = self.ends[index - 1] if index else 0
+        return self.text[start : self.ends[index]].tobytes().decode()
+
+
 class Rows(Sequence[Row]):
     """All rows of a run, `report` beside them.
 
     The content is one array of tokens and one of flags for all rows, which can be hashed, stored and mapped as they
     are: `tokens` int32, `trained` bool and `weights` float32 or None, row i standing at `starts[i]` to `starts[i + 1]`.
-    `mixture`: how often an epoch has them, None for once.
+    `mixture`: how often an epoch has them, None for once. `places`: where each row is.
     """
 
     def __init__(self, rows: Sequence[Row], report: Report | None = None) -> None:
         lengths = np.array([len(row.tokens) for row in rows], np.int64)
-        self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self.tokens = np.concatenate([row.tokens for row in rows] or [np.zeros(0)]).astype(np.int32)
-        self.trained = np.concatenate([row.trained for row in rows] or [np.zeros(0)]).astype(bool)
-        self.weights: np.ndarray | None = None
+        tokens = np.concatenate([row.tokens for row in rows] or [np.zeros(0)]).astype(np.int32)
+        trained = np.concatenate([row.trained for row in rows] or [np.zeros(0)]).astype(bool)
+        weights: np.ndarray | None = None
         if any(row.weights is not None for row in rows):
             parts = [np.ones(len(row.tokens)) if row.weights is None else row.weights for row in rows]
-            self.weights = np.concatenate(parts).astype(np.float32)
-        self._where = [row.where for row in rows]
+            weights = np.concatenate(parts).astype(np.float32)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        self._set(starts, tokens, trained, weights, [row.where for row in rows], report)
+
+    def _set(
+        self,
+        starts: np.ndarray,
+        tokens: np.ndarray,
+        trained: np.ndarray,
+        weights: np.ndarray | None,
+        places: Sequence[str],
+        report: Report | None,
+    ) -> None:
+        self.starts, self.tokens, self.trained, self.weights = starts, tokens, trained, weights
+        self.places = places
         self.mixture: Mixture | None = None
-        self.report = report or Report(rows=len(rows), kept=len(rows))
-        self.report.targets = int(self.trained.sum())
-        self.report.tokens = len(self.tokens)
-        self.report.longest = int(lengths.max(initial=0))
+        self._fingerprint: str | None = None
+        self.report = report or Report(rows=len(self), kept=len(self))
+        self.report.targets = int(trained.sum())
+        self.report.tokens = len(tokens)
+        self.report.longest = int(self.lengths.max(initial=0))
+
+    @classmethod
+    def of(
+        cls,
+        starts: np.ndarray,
+        tokens: np.ndarray,
+        trained: np.ndarray,
+        weights: np.ndarray | None,
+        places: Sequence[str],
+        report: Report | None = None,
+        *,
+        fingerprint: str | None = None,
+    ) -> Rows:
+        """Rows over arrays that exist already; they are not copied. `fingerprint`, where it is known, is that of arrays
+        which nobody can write to."""
+        rows = cls.__new__(cls)
+        rows._set(starts, tokens, trained, weights, places, report)
+        rows._fingerprint = fingerprint
+        return rows
+
+    @classmethod
+    def join(cls, parts: Sequence[Rows], report: Report | None = None) -> Rows:
+        """The rows of all parts, one after another."""
+        lengths = np.concatenate([part.lengths for part in parts] or [np.zeros(0, np.int64)])
+        weights: np.ndarray | None = None
+        if any(part.weights is not None for part in parts):
+            ones = [np.ones(len(part.tokens), np.float32) if part.weights is None else part.weights for part in parts]
+            weights = np.concatenate(ones)
+        return cls.of(
+            np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+            np.concatenate([part.tokens for part in parts] or [np.zeros(0, np.int32)]),
+            np.concatenate([part.trained for part in parts] or [np.zeros(0, bool)]),
+            weights,
+            [place for part in parts for place in part.places],
+            report,
+        )
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -188,7 +259,7 @@ class Rows(Sequence[Row]):
         index %= len(self)
         span = slice(self.starts[index], self.starts[index + 1])
         weights = None if self.weights is None else self.weights[span]
-        return Row(self.tokens[span], self.trained[span], self._where[index], weights)
+        return Row(self.tokens[span], self.trained[span], self.places[index], weights)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -197,6 +268,8 @@ class Rows(Sequence[Row]):
 
     def fingerprint(self) -> str:
         """sha256 over tokens, targets and weights of all rows in order; not over where they stand."""
+        if self._fingerprint is not None:
+            return self._fingerprint
         digest = hashlib.sha256()
         for array in (self.starts, self.tokens, self.trained, self.weights):
             if array is not None:

@@ -65,6 +65,11 @@ class ChatTemplate:
         self._template.root_render_func.__globals__["str_join"] = lambda parts: concat(map(str, parts))
         self.has_generation_tags = environment.saw_generation_tag
 
+    @property
+    def identity(self) -> list[str]:
+        """What decides how a conversation is rendered."""
+        return [self._source, self._now.isoformat() if "strftime_now" in self._source else ""]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Compiled anew where it arrives, with the date of here."""
         return partial(ChatTemplate, name=self.name, tokens=self.tokens, now=self._now), (self._source,)

@@ -7,6 +7,8 @@ and pad), and the chat templates in `chat_template.jinja`, `additional_chat_temp
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import date, datetime
@@ -121,6 +123,14 @@ class Tokenizer:
         self.control_ids = self._plain_text.control_ids
         self._finders: dict[str, AnswerFinder] = {}
         self._spoken: dict[str, re.Pattern[str] | None] = {}
+
+    def fingerprint(self) -> str:
+        """sha256 over all that decides which tokens a text or a conversation becomes, as it is in memory."""
+        templates = {key: template.identity for key, template in self._templates.items()}
+        settings = [self.names, self.bos_id, self.eos_id, self.adds_bos, templates]
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        digest.update(self._backend.to_str().encode())
+        return digest.hexdigest()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of a text. `special=False`: the text alone, markers in it being plain text. `special=True`: markers

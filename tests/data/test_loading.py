@@ -261,7 +261,7 @@ def test_rows_behave_as_a_sequence_and_their_fingerprint_follows_every_part(tmp_
 def test_chunks_of_rows_are_encoded_as_rows_alone(tmp_path: Path, t0: data.Tokenizer, monkeypatch: Any) -> None:
     many = fixtures.numbered_rows(25)
     whole = load(tmp_path, t0, many)
-    monkeypatch.setattr("optune.data.loading._CHUNK", 4)
+    monkeypatch.setattr("optune.data.preparing.CHUNK", 4)
     assert load(tmp_path, t0, many).fingerprint() == whole.fingerprint()
 
 
