@@ -147,7 +147,7 @@ def _run_agent(options: argparse.Namespace, overseer: Overseer) -> int:
 def _conclude(overseer: Overseer, otherwise: int = 1) -> int:
     """Tells how the workers ended. `otherwise` is the exit code where none has said."""
     found = overseer.conclude()
-    overseer.keep_words(or_say=found.exit_code not in (130, 143))
+    overseer.keep_words(or_say=bool(found.causes))
     if found.causes:
         overseer.tell(found)
     return found.exit_code if overseer.has_ends else otherwise

@@ -47,7 +47,7 @@ class Overseer:
         self._stopped_at = 0.0
         self._processes: dict[int, Any] = {}
         self._seen: dict[int, float] = {}
-        self.has_left_words = False
+        self.has_left_words = self._is_killed = False
         self._found: Conclusion | None = None
         self._is_over = False
         self._attempts = 0
@@ -95,6 +95,7 @@ class Overseer:
             self.stop, self._stopped_at = signal.Signals(number), now
             raise SignalException(f"got {self.stop.name}", sigval=self.stop)
         if now - self._stopped_at > ECHO_S:
+            self._is_killed = True
             self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
@@ -185,6 +186,8 @@ class Overseer:
 
     def _conclude(self) -> Conclusion:
         self.look()
+        if self.stop is not None and self._is_killed:
+            return Conclusion(128 + self.stop)
         codes = {rank: process.returncode for rank, process in self._processes.items()}
         found = conclude(read_ends(self.folder, codes, self._seen))
         if self._silence and not found.may_restart:
