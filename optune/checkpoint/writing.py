@@ -183,9 +183,10 @@ def refuse_nonfinite(
     listed = ", ".join(f"{name} ({count} values)" for name, count in list(broken.items())[:5])
     more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
     earlier = list_checkpoints(run_dir)
-    hint = f"the last good checkpoint is {earlier[-1]}; lower optimizer.lr or set max_grad_norm, then resume"
+    way_out = "lower optimizer.lr or set max_grad_norm"
+    hint = f"the last good checkpoint is {earlier[-1]}; {way_out}, then resume" if earlier else way_out
     raise CheckpointError(
         f"weights are not finite, so they are not saved: {listed}{more}",
         where=f"step {step}",
-        hint=hint if earlier else "lower optimizer.lr or set max_grad_norm",
+        hint=hint,
     )

@@ -166,6 +166,15 @@ def test_a_step_saved_again_replaces_the_broken_one_of_its_name(tmp_path: Path) 
     assert torch.equal(load_file(weights)["scale"], model.scale.detach())
 
 
+def test_weights_that_are_not_finite_at_the_first_save_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    model = runs.Net()
+    with torch.no_grad():
+        model.scale[0] = float("nan")
+    with pytest.raises(CheckpointError, match=r"scale \(1 values\)") as caught:
+        runs.save(tmp_path, 1, model, runs.adamw(model))
+    assert caught.value.hint == "lower optimizer.lr or set max_grad_norm"
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, bad: float, dtype: torch.dtype) -> None:
