@@ -17,7 +17,7 @@ NOT_TRAINING = frozenset(
     {
         "output_dir", "loggers", "log_every_steps", "checkpoint", "resume", "allow_change", "max_time", "device",
         "epochs", "max_steps", "validation_every_steps", "optimizer_step", "gradient_stash", "accumulation",
-        "activation_checkpointing", "max_skipped_steps", "data.validation",
+        "activation_checkpointing", "max_skipped_steps", "data.validation", "data.cache",
     }
 )  # fmt: skip
 """Keys whose change a run survives: they do not alter its numbers, or (its length) are spoken of apart."""
@@ -27,7 +27,7 @@ PLACES = {"model.path": "model", "data.train": "data", "data.chat_template": "da
 
 COUNTERS = {
     "step": 0, "rows_seen": 0, "targets_seen": 0.0, "tokens_seen": 0, "skipped_steps": 0, "skipped_in_a_row": 0,
-    "owes_validation": False,
+    "owes_validation": False, "cursor": None,
 }  # fmt: skip
 """What a run carries along beside its tensors, and where it begins."""
 

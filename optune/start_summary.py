@@ -41,7 +41,7 @@ def summarize(
         total_steps,
         steps_per_epoch=batches.steps_per_epoch,
         rows_per_step=batches.units_per_step,
-        unit="row" if batches.packs is None else "pack",
+        unit=batches.unit,
     )
     fields["optimizer"] = type(optimizer).__name__
     fields["step"] = stepper.describe()

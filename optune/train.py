@@ -44,8 +44,25 @@ class StepResult:
     skipped: bool
 
 
-def count_steps(steps_per_epoch: int, epochs: int, max_steps: int | None) -> int:
-    """The steps of a run: whichever of `epochs` and `max_steps` ends first."""
+def count_steps(steps_per_epoch: int | None, epochs: int, max_steps: int | None) -> int:
+    """The steps of a run: whichever of `epochs` and `max_steps` ends first.
+
+    `steps_per_epoch` is None for rows that are streamed: `max_steps` alone decides then, and has to be set.
+    """
+    if steps_per_epoch is None:
+        if epochs != 1:
+            raise ConfigError(
+                f"is {epochs}, and how many steps an epoch has is not known with data.streaming",
+                where="epochs",
+                hint="leave epochs out and set max_steps: the files are read again and again until then",
+            )
+        if max_steps is None:
+            raise ConfigError(
+                "is null, and how many steps an epoch has is not known with data.streaming",
+                where="max_steps",
+                hint="set max_steps to the length of the run",
+            )
+        return max_steps
     total = steps_per_epoch * epochs
     return total if max_steps is None else min(total, max_steps)
 

@@ -78,6 +78,7 @@ def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Bat
         raise ConfigError("is null, so there are no validation rows to show", where="data.validation")
 
     from optune import models
+    from optune.data.stream_preview import hold_window
 
     source = models.resolve(cfg.model.path)
     made = make_batches(cfg, source, models.check(source), options.processes)
@@ -88,7 +89,9 @@ def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Bat
             hint="`optune cat full_finetune` shows one that does",
         )
     tokenizer, batches, validation = made
-    return tokenizer, batches if options.split == "train" else validation.batches
+    if options.split == "validation":
+        return tokenizer, validation.batches
+    return tokenizer, batches if cfg.data.streaming is False else hold_window(batches)
 
 
 def _choose(options: argparse.Namespace, tokenizer: Tokenizer, batches: Batches) -> list[Unit]:

@@ -88,6 +88,8 @@ class DataSection:
     truncation: Literal["drop", "error", "truncate_right", "truncate_left"] = "drop"
     packing: bool = False
     shuffle: bool = True
+    streaming: bool = False
+    shuffle_window: int | None = option(None, minimum=1)
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     chat_template: str | None = option(None, is_path=True, not_empty=True)
     template_date: str = option("2024-07-26", not_empty=True)

@@ -152,6 +152,11 @@ class Batches:
     _orders: dict[int, Sequence[np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
+    def unit(self) -> str:
+        """What a place in a batch holds."""
+        return "row" if self.packs is None else "pack"
+
+    @property
     def units(self) -> int:
         """Rows, or packs, of an epoch."""
         if self.packs is not None:
@@ -204,6 +209,16 @@ class Batches:
         """Epochs that are finished once `step` steps are done."""
         whole, steps = divmod(step, self.steps_per_epoch)
         return whole + steps * self.units_per_step / self.units
+
+    def describe_end(self, step: int) -> dict[str, str]:
+        """What is known of the rows after `step` steps and was not at the beginning: nothing, all are in memory."""
+        return {}
+
+    def cursor(self, step: int) -> None:
+        """What a checkpoint has to keep to find the rows behind `step`: nothing, any step can be asked for."""
+
+    def seek(self, step: int, cursor: None) -> None:
+        """See `cursor`; for rows that are streamed it is the way to a step."""
 
     def microbatches(self, step: int, rank: int = 0) -> list[Microbatch]:
         """The microbatches of a step for one rank; every rank has as many of them.

@@ -57,9 +57,8 @@ def sample_file(path: Path) -> str:
 
 
 def add_block(report: Report, block: Report) -> None:
-    """The report of a block behind those before it. Files are not told apart: there may be thousands."""
+    """The report of a block behind those before it."""
     report.merge(block)
-    report.files.clear()
     report.kept += block.kept
     report.tokens += block.tokens
     report.targets += block.targets

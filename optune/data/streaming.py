@@ -60,7 +60,7 @@ class StreamedBatches:
         self.rows, self.batch_size = rows, batch_size
         self.gradient_accumulation_steps, self.world_size = gradient_accumulation_steps, world_size
         self.shuffle, self.packing, self.max_length = shuffle, packing, max_length
-        self.pad_id, self.seed, self._multiple = pad_id, seed, pad_to_multiple
+        self.pad_id, self.seed, self.pad_to_multiple = pad_id, seed, pad_to_multiple
         self._window_rows = rows.window or DEFAULT_WINDOW
         self._blocks = Blocks(rows, shuffle=shuffle, packing=packing, max_length=max_length, seed=seed)
         self._positions = {0: Position(self._blocks.windows.start)}
@@ -95,7 +95,7 @@ class StreamedBatches:
                 pad_id=self.pad_id,
                 is_packed=self.packing,
                 has_weights=has_weights,
-                pad_to_multiple=self._multiple if start < len(units) else 1,
+                pad_to_multiple=self.pad_to_multiple if start < len(units) else 1,
             )
             for start in starts
         ]
@@ -113,16 +113,38 @@ class StreamedBatches:
             add_block(report, self._blocks.block(position).report)
         return report
 
-    def describe(self, step: int = 1) -> dict[str, str]:
-        """What has been read once `step` steps are done, as `label: text`."""
-        sources, report = self.rows.sources, self.report(step)
+    def describe(self) -> dict[str, str]:
+        """Where the rows come from and what the first step found in them, as `label: text`."""
+        sources = self.rows.sources
         names = list(dict.fromkeys(source.name for source in sources))
         size = sum({source.path: source.path.stat().st_size for source in sources}.values()) / 2**30
         order = f"shuffled among {self._window_rows:,} rows" if self.shuffle else "in the order of the files"
-        total, *others = report.lines()
         fields = {"data": f"{name_rows(names[:3], len(names))}, {size:.3g} GiB streamed, {order}"}
-        for line in [f"rows read so far: {total}", *others]:
-            label, _, text = line.partition(": ")
+        return fields | self._describe_report(1, "first rows")
+
+    def describe_end(self, step: int) -> dict[str, str]:
+        """What has been read of the files once `step` steps are done."""
+        return self._describe_report(step, "rows read")
+
+    def first_window(self) -> tuple[list[Unit], Report]:
+        """What the steps of the first window hold, in order, and what became of its rows."""
+        self._settle()
+        position, units, report = self._positions[0], list[Unit](), Report()
+        while position.block * self._blocks.size < len(self._blocks.window(position).picks):
+            block = self._blocks.block(position)
+            units += block.units
+            add_block(report, block.report)
+            position = replace(position, block=position.block + 1)
+        if not units:
+            self._fail(report)
+        report.note("the first window of a stream; what follows is not read", units[0][0].where, report.kept)
+        return units, report
+
+    def _describe_report(self, step: int, title: str) -> dict[str, str]:
+        total, *others = self.report(step).lines()
+        fields = {title: total}
+        for line in others:
+            label, _, text = line.partition(": ")  # `skipped: …`, `note: …`
             fields[label] = f"{fields[label]}; {text}" if label in fields else text
         return fields
 
@@ -222,6 +244,7 @@ class StreamedBatches:
             if position.unit == len(block.units):
                 report = copy.deepcopy(position.report)
                 add_block(report, block.report)
+                report.files.clear()  # there may be thousands
                 position = replace(position, block=position.block + 1, unit=0, report=report)
         return units, replace(position, done=self._done(position))
 

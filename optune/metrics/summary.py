@@ -40,12 +40,14 @@ def describe_rows(kept: int, skipped: Mapping[str, int] | None = None) -> str:
 
 
 def describe_steps(
-    total_steps: int, *, steps_per_epoch: int, rows_per_step: int, first_step: int = 0, unit: str = "row"
+    total_steps: int, *, steps_per_epoch: int | None, rows_per_step: int, first_step: int = 0, unit: str = "row"
 ) -> str:
-    """`150 steps of 8 rows, 50 an epoch (3 epochs)`, and from which step a resumed run goes on; `unit`: row or pack."""
-    epochs = total_steps / max(1, steps_per_epoch)
+    """`150 steps of 8 rows, 50 an epoch (3 epochs)`, and from which step a resumed run goes on; `unit`: row or pack.
+    `steps_per_epoch` None: not known."""
     text = f"{_count(total_steps, 'step')} of {_count(rows_per_step, unit)}"
-    text += f", {steps_per_epoch:,} an epoch ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})"
+    if steps_per_epoch is not None:
+        epochs = total_steps / max(1, steps_per_epoch)
+        text += f", {steps_per_epoch:,} an epoch ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})"
     return text + (f", going on after step {first_step:,}" if first_step else "")
 
 

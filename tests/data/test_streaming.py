@@ -245,8 +245,9 @@ def test_what_is_skipped_is_counted_as_it_is_met(path: Path, t0: data.Tokenizer)
     assert isinstance(whole, data.Rows)
     expected = whole.report
     assert (report.tokens, report.targets, report.longest) == (expected.tokens, expected.targets, expected.longest)
-    assert "skipped" in batches.describe(len(steps))
-    assert "23 rows" in batches.describe(len(steps))["rows read so far"]
+    end = batches.describe_end(len(steps))
+    assert "17 of 23 rows" in end["rows read"]
+    assert end["skipped"].startswith("6 an empty text")
 
 
 def test_entries_are_read_side_by_side_and_weights_repeat_rows_in_place(t0: data.Tokenizer, tmp_path: Path) -> None:

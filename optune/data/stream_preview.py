@@ -1,0 +1,33 @@
+"""A look into a stream before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from optune.data.batching import Batches
+from optune.data.rows import Rows
+from optune.data.streaming import StreamedBatches
+
+
+def hold_window(stream: StreamedBatches) -> Batches:
+    """The steps of the first window of a stream as batches in memory: the same rows in the same steps."""
+    units, report = stream.first_window()
+    rows = [row for unit in units for row in unit]
+    ends = np.cumsum([len(unit) for unit in units])
+    indices = np.split(np.arange(len(rows)), ends[:-1])
+    order: Sequence[np.ndarray] = indices if stream.packing else np.arange(len(rows))[:, None]  # pyright: ignore
+    return Batches(
+        Rows(rows, report),
+        stream.batch_size,
+        stream.gradient_accumulation_steps,
+        False,
+        np.repeat(np.arange(len(units)), np.diff(ends, prepend=0)) if stream.packing else None,
+        stream.max_length,
+        stream.pad_id,
+        stream.seed,
+        stream.world_size,
+        stream.pad_to_multiple,
+        {0: order},
+    )
