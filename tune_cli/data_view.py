@@ -128,7 +128,7 @@ def _grid() -> Table:
 def _show_unit(unit: Unit, batches: Batches, tokens: TokenText) -> RenderableType:
     rank = f"rank {unit.rank}" if batches.world_size > 1 else ""
     if not unit.rows:
-        return _head(tokens, rank, "no row: a position of padding keeps the ranks together")
+        return _head(tokens, rank, "no row: padding keeps it in step with the others")
     if batches.packs is None:
         return Group(
             _head(tokens, shorten(unit.rows[0]), *unit.halves, rank, *_counts(unit)), _indent(tokens.flow(unit))

@@ -117,13 +117,14 @@ def _escape(letter: str) -> str:
 def _with_edges(
     runs: Sequence[tuple[str, float, list[tuple[str, bool]]]], signs: Signs
 ) -> list[tuple[str, float, list[tuple[str, bool]]]]:
-    """The runs with every space visible that the eye would miss: at an edge of a run or a line, or beside another."""
+    """The runs with every space visible that the eye would miss: at an edge of a run or a line, or beside another space
+    or a control token."""
     shown = []
     for kind, weight, tokens in runs:
-        text = "".join(token for token, _ in tokens)
+        text = "".join("\n" * len(token) if is_control else token for token, is_control in tokens)
         letters = [
             signs.space if letter == " " and _is_edge(text, index, signs) else letter
-            for index, letter in enumerate(text)
+            for index, letter in enumerate("".join(token for token, _ in tokens))
         ]
         place, marked = 0, []
         for token, is_control in tokens:
@@ -134,5 +135,5 @@ def _with_edges(
 
 
 def _is_edge(text: str, index: int, signs: Signs) -> bool:
-    before, after = text[:index], text[index + 1 :]
-    return not before or not after or before[-1] in " \n" or after[0] == " " or after.startswith(signs.line_end)
+    before, after = text[max(0, index - 1) : index], text[index + 1 : index + 1 + len(signs.line_end)]
+    return before in ("", " ", "\n") or after[:1] in ("", " ", "\n") or after == signs.line_end
