@@ -36,6 +36,7 @@ def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_
         train_on=cfg.data.train_on,
         parse_special=cfg.data.parse_special,
         embedding_rows=config.vocab_size,
+        cache=cfg.data.cache,
     )
     pad_id = min(tokenizer.pad_id, config.vocab_size - 1)  # any id does: padding is told by its place
     batches = data.build_batches(
@@ -47,16 +48,23 @@ def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_
         batch_size=cfg.batch_size,
         gradient_accumulation_steps=cfg.gradient_accumulation_steps,
         shuffle=cfg.data.shuffle,
+        group_by_length=cfg.data.group_by_length,
         packing=cfg.data.packing,
         max_length=cfg.data.max_length,
         pad_id=pad_id,
+        pad_to_multiple=cfg.data.pad_to_multiple,
         seed=cfg.seed,
         world_size=world_size,
     )
     validation = []
     if cfg.data.validation is not None:
         validation = data.build_validation_batches(
-            load_rows(sources["validation"]), cfg.batch_size, pad_id=pad_id, world_size=world_size, rank=rank
+            load_rows(sources["validation"]),
+            cfg.batch_size,
+            pad_id=pad_id,
+            world_size=world_size,
+            rank=rank,
+            pad_to_multiple=cfg.data.pad_to_multiple,
         )
     return tokenizer, batches, validation
 

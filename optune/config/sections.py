@@ -78,7 +78,8 @@ class DataSection:
     """Where the rows come from and what of them is trained. `max_length` counts tokens; null is no limit.
 
     `chat_template` is a file, or the name of a template; null is the model's own. `template_date` is the day that
-    templates print which ask for the date.
+    templates print which ask for the date. `pad_to_multiple`: sequences are padded to a multiple of so many tokens.
+    `cache`: the folder in which prepared rows are kept, `auto` for the usual one, null for none.
     """
 
     train: list[str | DataSource] = option(is_path=True, not_empty=True)
@@ -90,6 +91,9 @@ class DataSection:
     shuffle: bool = True
     streaming: bool = False
     shuffle_window: int | None = option(None, minimum=1)
+    group_by_length: bool = False
+    pad_to_multiple: int = option(1, minimum=1)
+    cache: str | None = option("auto", is_path=True, not_empty=True)
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     chat_template: str | None = option(None, is_path=True, not_empty=True)
     template_date: str = option("2024-07-26", not_empty=True)

@@ -20,6 +20,7 @@ from typing import overload
 import numpy as np
 
 from optune.data.collating import collate, permute
+from optune.data.grouping import group_steps
 from optune.data.packing import assign_packs, group_packs
 from optune.data.rows import Rows
 from optune.data.stream_blocks import StreamedRows
@@ -41,14 +42,18 @@ def build_batches(
     seed: int = 0,
     world_size: int = 1,
     pad_to_multiple: int = 1,
+    group_by_length: bool = False,
 ) -> Batches | StreamedBatches:
     """Batches over `rows`, without end: after an epoch comes the next, with an order of its own where `shuffle`.
     Rows that are streamed make a `StreamedBatches`.
 
     `max_length` is the length of a pack and only needed with `packing`. Sequences are padded on the right with `pad_id`
-    to the longest of their microbatch, and on to a multiple of `pad_to_multiple`. Raises DataError for no rows, or for
-    a row that is longer than a pack.
+    to the longest of their microbatch, and on to a multiple of `pad_to_multiple`. With `group_by_length`, rows of
+    similar length share a step (see `grouping.py`); the steps stay in random order. Raises DataError for no rows, for a
+    row that is longer than a pack, and for options that exclude each other.
     """
+    if group_by_length:
+        _check_grouping(shuffle=shuffle, packing=packing, is_streamed=isinstance(rows, StreamedRows))
     if packing and max_length is None:
         raise DataError("packing needs a length for the packs", where="data.max_length")
     if isinstance(rows, StreamedRows):
@@ -94,16 +99,34 @@ def build_batches(
         seed,
         world_size,
         pad_to_multiple,
+        group_by_length,
     )
 
 
+def _check_grouping(*, shuffle: bool, packing: bool, is_streamed: bool) -> None:
+    for is_wrong, why, hint in (
+        (packing, "packs are all about as long as data.max_length", "leave one of the two out"),
+        (not shuffle, "data.shuffle=false keeps the order of the files", "leave one of the two out"),
+        (is_streamed, "with data.streaming not all rows are known", "data.packing needs no such knowledge"),
+    ):
+        if is_wrong:
+            raise DataError(f"rows cannot be grouped: {why}", where="data.group_by_length", hint=hint)
+
+
 def build_validation_batches(
-    rows: Rows, batch_size: int, *, pad_id: int = 0, world_size: int = 1, rank: int = 0
+    rows: Rows, batch_size: int, *, pad_id: int = 0, world_size: int = 1, rank: int = 0, pad_to_multiple: int = 1
 ) -> ValidationBatches:
     """Every row once, in file order, padded; each rank gets its slices and as many microbatches as the others."""
     if rows.mixture is not None and not rows.mixture.is_plain:
         raise DataError("a validation takes every row once: a source has no weight there", where="data.validation")
-    batches = build_batches(rows, batch_size=batch_size, shuffle=False, pad_id=pad_id, world_size=world_size)
+    batches = build_batches(
+        rows,
+        batch_size=batch_size,
+        shuffle=False,
+        pad_id=pad_id,
+        world_size=world_size,
+        pad_to_multiple=pad_to_multiple,
+    )
     assert isinstance(batches, Batches)
     return ValidationBatches(batches, rank)
 
@@ -149,6 +172,7 @@ class Batches:
     seed: int
     world_size: int
     pad_to_multiple: int
+    group_by_length: bool = False
     _orders: dict[int, Sequence[np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
@@ -196,7 +220,8 @@ class Batches:
         starts = np.arange(0, len(order), self.batch_size)
         widths = self._widen(np.maximum.reduceat(np.asarray(totals), starts))
         units = np.minimum(self.batch_size, len(order) - starts)
-        return int((widths * units).sum()) + -len(starts) % self.world_size  # ranks without a row feed one position
+        # Ranks without a row feed padding alone.
+        return int((widths * units).sum()) + -len(starts) % self.world_size * self.pad_to_multiple
 
     def _widen(self, widths: np.ndarray) -> np.ndarray:
         return -(-np.maximum(1, widths) // self.pad_to_multiple) * self.pad_to_multiple
@@ -223,7 +248,7 @@ class Batches:
     def microbatches(self, step: int, rank: int = 0) -> list[Microbatch]:
         """The microbatches of a step for one rank; every rank has as many of them.
 
-        A rank whose slice is empty in the last step of an epoch gets a microbatch of one padding position and no row.
+        A rank whose slice is empty in the last step of an epoch gets a microbatch of padding and no row.
         """
         return [self._collate(units) if len(units) else self._empty() for units in self.rows_of(step, rank)]
 
@@ -247,6 +272,8 @@ class Batches:
             "seed": self.seed if self.shuffle else None,
             "pack_length": None if self.packs is None else self.max_length,
         }
+        if self.group_by_length:
+            options |= {"group_by_length": True}
         if self.rows.mixture is not None and not self.rows.mixture.is_plain:
             options |= {"counts": self.rows.mixture.counts, "weights": self.rows.mixture.weights, "seed": self.seed}
         return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
@@ -259,6 +286,9 @@ class Batches:
                 self._orders.pop(next(iter(self._orders)))
             rows = self._rows_of_epoch(epoch)
             order = permute(len(rows), self.seed, epoch) if self.shuffle else np.arange(len(rows))
+            if self.group_by_length:
+                steps = permute(len(rows) // self.units_per_step, self.seed, epoch, stream=3)
+                order = group_steps(self.rows.lengths[rows], order, self.units_per_step, steps)
             if self.packs is None:
                 self._orders[epoch] = rows[order][:, None]  # pyright: ignore[reportArgumentType]
             else:
@@ -282,6 +312,4 @@ class Batches:
         )
 
     def _empty(self) -> Microbatch:
-        return collate(
-            [[]], pad_id=self.pad_id, is_packed=self.packs is not None, has_weights=self.rows.weights is not None
-        )
+        return self._collate([np.zeros(0, np.int64)])

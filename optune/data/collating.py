@@ -34,7 +34,7 @@ def collate(
     With `is_packed`, positions restart in each row and `documents_BT` numbers the rows, padding being one more.
     """
     totals = [sum(len(row.tokens) for row in unit) for unit in units]
-    width = max(1, math.ceil(max(totals) / pad_to_multiple) * pad_to_multiple)
+    width = math.ceil(max(1, *totals) / pad_to_multiple) * pad_to_multiple
     tokens_BT = np.full((len(units), width), pad_id, np.int64)
     labels_BT = np.full((len(units), width), IGNORE, np.int64)
     positions_BT = np.tile(np.arange(width), (len(units), 1))
