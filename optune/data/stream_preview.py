@@ -19,15 +19,15 @@ def hold_window(stream: StreamedBatches) -> Batches:
     indices = np.split(np.arange(len(rows)), ends[:-1])
     order: Sequence[np.ndarray] = indices if stream.packing else np.arange(len(rows))[:, None]  # pyright: ignore
     return Batches(
-        Rows(rows, report),
-        stream.batch_size,
-        stream.gradient_accumulation_steps,
-        False,
-        np.repeat(np.arange(len(units)), np.diff(ends, prepend=0)) if stream.packing else None,
-        stream.max_length,
-        stream.pad_id,
-        stream.seed,
-        stream.world_size,
-        stream.pad_to_multiple,
-        {0: order},
+        rows=Rows(rows, report),
+        batch_size=stream.batch_size,
+        gradient_accumulation_steps=stream.gradient_accumulation_steps,
+        shuffle=False,
+        packs=np.repeat(np.arange(len(units)), np.diff(ends, prepend=0)) if stream.packing else None,
+        max_length=stream.max_length,
+        pad_id=stream.pad_id,
+        seed=stream.seed,
+        world_size=stream.world_size,
+        pad_to_multiple=stream.pad_to_multiple,
+        _orders={0: order},
     )

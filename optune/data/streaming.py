@@ -26,6 +26,7 @@ from optune.data.stream_blocks import DEFAULT_WINDOW, Blocks, StreamedRows, Unit
 from optune.data.stream_position import Position, add_block, read_position, sample_file
 from optune.data.windows import Window
 from optune.errors import DataError
+from optune.files import format_bytes
 from optune.types import Microbatch
 
 _KEPT_STEPS, _KEPT_POSITIONS = 3, 64
@@ -117,9 +118,9 @@ class StreamedBatches:
         """Where the rows come from and what the first step found in them, as `label: text`."""
         sources = self.rows.sources
         names = list(dict.fromkeys(source.name for source in sources))
-        size = sum({source.path: source.path.stat().st_size for source in sources}.values()) / 2**30
+        size = format_bytes(sum({source.path: source.path.stat().st_size for source in sources}.values()))
         order = f"shuffled among {self._window_rows:,} rows" if self.shuffle else "in the order of the files"
-        fields = {"data": f"{name_rows(names[:3], len(names))}, {size:.3g} GiB streamed, {order}"}
+        fields = {"data": f"{name_rows(names[:3], len(names))}, {size} streamed, {order}"}
         return fields | self._describe_report(1, "first rows")
 
     def describe_end(self, step: int) -> dict[str, str]:
