@@ -30,7 +30,9 @@ def run(words: list[str]) -> int:
     if sum(option is not None for option in (options.rows, options.row, options.step)) > 1:
         parser.error("--rows, --row and --step exclude each other")
     request = read_request(parser, options, others)
-    tokenizer, batches = _load(request, options)
+    tokenizer, batches, steps = _load(request, options)
+    if options.step is not None and options.step > steps:
+        raise ConfigError(f"there is no step {options.step} to show: there are {steps:,}", where="--step")
     units = _choose(options, tokenizer, batches)
 
     if options.json:
@@ -64,8 +66,8 @@ def _whole_number(minimum: int) -> Callable[[str], int]:
     return read
 
 
-def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Batches]:
-    """What the recipe's own `make_batches` makes, of the split that is asked for."""
+def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Batches, int]:
+    """What the recipe's own `make_batches` makes of the split that is asked for, and how many steps can be shown."""
     make_batches = request.recipe.make_batches
     if not callable(make_batches):
         raise ConfigError(
@@ -77,8 +79,9 @@ def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Bat
     if options.split == "validation" and cfg.data.validation is None:
         raise ConfigError("is null, so there are no validation rows to show", where="data.validation")
 
-    from optune import models
+    from optune import models, train
     from optune.data.stream_preview import hold_window
+    from optune.data.streaming import StreamedBatches
 
     source = models.resolve(cfg.model.path)
     made = make_batches(cfg, source, models.check(source), options.processes)
@@ -90,8 +93,12 @@ def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Bat
         )
     tokenizer, batches, validation = made
     if options.split == "validation":
-        return tokenizer, validation.batches
-    return tokenizer, batches if cfg.data.streaming is False else hold_window(batches)
+        return tokenizer, validation.batches, len(validation)
+    if isinstance(batches, StreamedBatches):
+        window = hold_window(batches)
+        # The last step may take rows of the next window too.
+        return tokenizer, window, max(1, window.units // window.units_per_step)
+    return tokenizer, batches, train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
 
 
 def _choose(options: argparse.Namespace, tokenizer: Tokenizer, batches: Batches) -> list[Unit]:
@@ -103,7 +110,12 @@ def _choose(options: argparse.Namespace, tokenizer: Tokenizer, batches: Batches)
     if options.row is not None:
         index = _find_row(options.row, batches)
         both = (index - index % 2, index - index % 2 + 1)  # a pair is looked at as one
-        return [preview.show_row(batches, tokenizer, i) for i in (both if preview.are_pairs(batches) else (index,))]
+        try:
+            return [preview.show_row(batches, tokenizer, i) for i in (both if preview.are_pairs(batches) else (index,))]
+        except IndexError:
+            raise ConfigError(
+                f"row {options.row} is not in the first epoch: its file's weight is below 1", where="--row"
+            ) from None
     return preview.show_first(batches, tokenizer, 3 if options.rows is None else options.rows)
 
 

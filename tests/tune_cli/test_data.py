@@ -135,6 +135,9 @@ def test_a_changed_recipe_shows_its_own_rows(place: Place) -> None:
         (("--row", "train.jsonl:3"), "train.jsonl:3 is skipped: an empty answer"),
         (("--row", "other.jsonl:3"), "no row that is kept stands at 'other.jsonl:3'"),
         (("--row", "1", "--step", "1"), "exclude each other"),
+        (("--step", "13", "epochs=2"), "there is no step 13 to show: there are 12"),
+        (("--step", "4", "max_steps=3"), "there is no step 4 to show: there are 3"),
+        (("data.train=[{path: train.jsonl, weight: 0.2}]", "--row", "1"), "row 1 is not in the first epoch"),
         (("--step", "0"), "'0' is not a whole number from 1 up"),
         (("--rows", "-1"), "--rows"),
         (("--split", "validation"), "data.validation: is null"),
@@ -148,6 +151,21 @@ def test_what_cannot_be_shown_is_refused_in_one_line(place: Place, words: tuple[
     assert len(result.errors) == 1
     assert message in result.errors[0]
     assert place.listing().count("out") == 0
+
+
+def test_a_stream_shows_its_first_window(place: Place) -> None:
+    place.write(fixtures.numbered_rows(9))
+    stream = ("data.streaming=true", "data.shuffle=true", "data.shuffle_window=6", "max_steps=4", "batch_size=2")
+    shown = place.preview(*stream)
+    whole = {unit["rows"][0]: unit["ids"][: unit["padding"].count(False)] for unit in place.preview()["units"]}
+    fed = {unit["rows"][0]: unit["ids"][: unit["padding"].count(False)] for unit in shown["units"]}
+    assert len(fed) == len(shown["units"]) == 6
+    assert fed == {where: whole[where] for where in list(whole)[:6]}
+    assert list(fed) != list(whole)[:6]
+    assert "the first window of a stream; what follows is not read" in [note["what"] for note in shown["notes"]]
+    result = place.call("data", "full_finetune", "--config", "config.yaml", *stream, "--step", "4")
+    assert (result.code, len(result.errors)) == (2, 1)
+    assert "there is no step 4 to show" in result.err
 
 
 def test_data_that_would_steer_a_terminal_is_shown_as_numbers(place: Place) -> None:
