@@ -85,13 +85,13 @@ def _guess_cause(code: int) -> Cause:
     return f"the process ended with exit code {code} and said no more", None
 
 
-def conclude(ends: Sequence[End]) -> Conclusion:
+def conclude(ends: Sequence[End], world_size: int = 1) -> Conclusion:
     """The cause in `ends`: of the ranks that failed by themselves the first, else of those that lost the others."""
     if failed := [end for end in ends if end.kind in ("failed", "died")]:
-        return _blame(failed, len(ends), may_restart=any(end.exit_code != 2 for end in failed))
+        return _blame(failed, max(world_size, len(ends)), may_restart=any(end.exit_code != 2 for end in failed))
     stopped = [end for end in ends if end.kind == "stopped"]
     if not stopped and (lost := [end for end in ends if end.kind == "lost"]):
-        found = _blame(lost, len(ends), may_restart=True, is_lost=True)
+        found = _blame(lost, max(world_size, len(ends)), may_restart=True, is_lost=True)
         if silent := [str(end.rank) for end in ends if end.kind == "dropped"]:
             hint = f"rank {', '.join(silent)} was still running: it hangs, or does what the others do not"
             return replace(found, causes=[(message, hint) for message, _ in found.causes])

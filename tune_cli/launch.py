@@ -76,6 +76,8 @@ def _find_torchrun_option(name: str, own: Parser) -> argparse.Action:
 
 
 def _torchrun_parser() -> argparse.ArgumentParser:
+    # Its C++ parts complain about names that a machine need not have.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.run import get_args_parser
 
     def refuse(message: str) -> NoReturn:

@@ -54,7 +54,7 @@ class Overseer:
         self._silence = ""
         self._pulse: Pulse | None = None
         self._store: Any = None
-        self._group_size = 1
+        self._group_size = self._world_size = 1
         self._has_told = threading.Lock()
 
     # Starting
@@ -73,6 +73,7 @@ class Overseer:
         self._processes = {item.global_rank: handlers[item.local_rank].proc for item in group.workers}
         self._seen, self._silence, self._is_over, self._found = {}, "", False, None
         self._store, self._group_size = group.store, group.group_world_size
+        self._world_size = group.workers[0].world_size
         for name in signals:
             signal.signal(signal.Signals[name], self._on_stop)
         if "SIGUSR1" not in signals:
@@ -189,7 +190,7 @@ class Overseer:
         if self.stop is not None and self._is_killed:
             return Conclusion(128 + self.stop)
         codes = {rank: process.returncode for rank, process in self._processes.items()}
-        found = conclude(read_ends(self.folder, codes, self._seen))
+        found = conclude(read_ends(self.folder, codes, self._seen), self._world_size)
         if self._silence and not found.may_restart:
             return _describe_silence(self._silence)
         if self._group_size == 1 or not found.causes:
