@@ -57,8 +57,10 @@ class Ranks:
             texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
             torch.distributed.all_gather(texts, own, group=self._group)
         except RuntimeError as error:
+            # Gloo puts its place in its source before the cause, and advice behind it.
+            cause = str(error).splitlines()[0].rpartition(".cc:")[2].partition("] ")[2] or str(error)
             raise CheckpointError(
-                f"rank {self.rank} waited for the other processes in vain: {str(error).splitlines()[0]}",
+                f"rank {self.rank} waited for the other processes in vain: {cause.partition('. ')[0]}",
                 hint="look for the first error of the other processes; the run goes on from its last whole checkpoint",
             ) from error
         return [json.loads(text.numpy().tobytes()) for text in texts]

@@ -20,10 +20,9 @@ ADAPTERS: dict[str, Any] = {"rank": 3, "alpha": 6, "targets": ["q_proj", "down_p
 """A rank of 3: of four processes, one holds no row of A."""
 
 LAYOUTS = {
-    2: {"shard": (1, 2, 1), "whole": (0, 0, 0)},
-    4: {"shard": (1, 4, 1), "replicas": (2, 2, 1), "shard x tensor": (1, 2, 2), "tensor": (1, 1, 4)},
-}
-"""By the number of processes: replicas, shards, tensor parts. `whole`: plain parameters on each process."""
+    "shard": (1, 4, 1), "replicas": (2, 2, 1), "shard x tensor": (1, 2, 2), "tensor": (1, 1, 4), "whole": (0, 0, 0),
+}  # fmt: skip
+"""Four processes as (replicas, shards, tensor parts). `whole`: plain parameters on each."""
 
 
 def spread(model: models.Decoder, layout: tuple[int, int, int]) -> models.Decoder:
