@@ -63,8 +63,9 @@ def _describe(part: Any) -> dict[str, Any] | None:
 
 
 def _is_known(step: dict[str, Any]) -> bool:
-    is_bytes = step["type"] == "ByteLevel" and not step["add_prefix_space"]
-    return step["type"] == "Digits" or is_bytes or _is_pattern(step)
+    if step["type"] == "ByteLevel":
+        return not step["add_prefix_space"]
+    return step["type"] == "Digits" or _is_pattern(step)
 
 
 def _is_pattern(step: dict[str, Any]) -> bool:
