@@ -83,8 +83,8 @@ def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Bat
     from optune.data.stream_preview import hold_window
     from optune.data.streaming import StreamedBatches
 
-    source = models.resolve(cfg.model.path)
-    made = make_batches(cfg, source, models.check(source), options.processes)
+    source = models.resolve(cfg.model.path, weights=False)
+    made = make_batches(cfg, source, models.check(source, weights=False), options.processes)
     if not isinstance(made, tuple) or len(made) != 3:
         raise ConfigError(
             "make_batches does not return (tokenizer, batches, validation)",

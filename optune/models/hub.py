@@ -24,14 +24,15 @@ def is_hub_id(path: str) -> bool:
     return bool(_HUB_ID.fullmatch(path)) and not Path(path.split("/")[0]).exists() and not Path(path).exists()
 
 
-def resolve(path: str | Path) -> Path:
-    """The folder of a model. A hub id is taken from the local cache, without a network, or else downloaded.
+def resolve(path: str | Path, *, weights: bool = True) -> Path:
+    """The folder of a model. A hub id is taken from the local cache, without a network, or else downloaded; without
+    `weights` the config and the tokenizer are enough.
 
     Anything that looks like a path, or is given as a `Path`, is only looked up on disk. Raises `ModelError` with the
     absolute path that was tried, or with what the hub said.
     """
     if isinstance(path, str) and is_hub_id(path):
-        return _cached(path) or download(path)
+        return _cached(path, weights) or download(path, weights=weights)
     folder = Path(os.path.expandvars(path)).expanduser().absolute()
     if folder.is_dir():
         return folder
@@ -42,7 +43,9 @@ def resolve(path: str | Path) -> Path:
     )
 
 
-def download(repo_id: str, destination: Path | None = None, *, revision: str | None = None) -> Path:
+def download(
+    repo_id: str, destination: Path | None = None, *, revision: str | None = None, weights: bool = True
+) -> Path:
     """Fetches a model into `destination`, or into the hub's cache. Raises `ModelError` after at most about 10 s where
     the hub does not answer; the transfer itself may take as long as it needs."""
     from huggingface_hub import snapshot_download
@@ -50,8 +53,8 @@ def download(repo_id: str, destination: Path | None = None, *, revision: str | N
     try:
         _greet(repo_id, revision)
         folder = snapshot_download(
-            repo_id, revision=revision, local_dir=destination, allow_patterns=_WANTED, ignore_patterns=_UNWANTED,
-            etag_timeout=_PATIENCE_S,
+            repo_id, revision=revision, local_dir=destination, allow_patterns=_WANTED,
+            ignore_patterns=_UNWANTED if weights else [*_UNWANTED, "*.safetensors"], etag_timeout=_PATIENCE_S,
         )  # fmt: skip
     except Exception as error:
         # Whatever the client or its transport raises, the cause is one: this model could not be had.
@@ -97,7 +100,7 @@ def _reason(error: BaseException) -> str:
     return reasons.get(name) or f"the hub could not be reached ({name}: {text[0] if text else 'no reason given'})"
 
 
-def _cached(repo_id: str) -> Path | None:
+def _cached(repo_id: str, weights: bool) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -105,7 +108,7 @@ def _cached(repo_id: str) -> Path | None:
         folder = Path(snapshot_download(repo_id, local_files_only=True, allow_patterns=_WANTED))
     except (LocalEntryNotFoundError, OSError, ValueError):
         return None
-    return folder if _is_whole(folder) else None
+    return folder if (_is_whole(folder) if weights else (folder / "config.json").exists()) else None
 
 
 def _is_whole(folder: Path) -> bool:

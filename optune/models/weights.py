@@ -40,12 +40,13 @@ class _Inspection:
     hint: str | None = None
 
 
-def check(path: str | Path) -> DecoderConfig:
-    """Reads `config.json` and tensor headers, and raises one `ModelError` with everything that is wrong.
+def check(path: str | Path, *, weights: bool = True) -> DecoderConfig:
+    """Reads `config.json` and tensor headers, and raises one `ModelError` with everything that is wrong. Without
+    `weights` there need be none.
 
     Weight data is read in one case only: where a tied model stores a head as well, the two are compared.
     """
-    return _inspect(resolve(path))[1]
+    return _inspect(resolve(path, weights=weights), weights=weights)[1]
 
 
 def load(path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
@@ -116,7 +117,7 @@ def compare_shapes(found: dict[str, torch.Size], expected: dict[str, torch.Size]
     ]
 
 
-def _inspect(folder: Path) -> tuple[_Inspection, DecoderConfig]:
+def _inspect(folder: Path, *, weights: bool = True) -> tuple[_Inspection, DecoderConfig]:
     inspection = _Inspection(folder)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise ModelError(
@@ -126,7 +127,7 @@ def _inspect(folder: Path) -> tuple[_Inspection, DecoderConfig]:
         )
     config, problems = read_config(read_json(folder / "config.json"))
     inspection.problems += [f"config.json: {problem}" for problem in problems]
-    files = _weight_files(inspection)
+    files = _weight_files(inspection) if weights else None
     if config is not None and files is not None:
         _match(inspection, config, files)
     if inspection.problems or config is None:

@@ -84,6 +84,19 @@ def test_a_download_that_was_cut_short_is_not_taken_for_the_model(no_hub: Path) 
         models.resolve("owner/name")
 
 
+def test_config_and_tokenizer_are_had_without_weights(no_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="the hub was asked"):
+        models.resolve("owner/name", weights=False)
+    folder = cache_model(no_hub, whole=False)
+    assert models.resolve("owner/name", weights=False) == folder
+    assert models.check("owner/name", weights=False).vocab_size == len(fixtures.VOCABULARY)
+    with pytest.raises(ModelError, match="safetensors"):
+        models.check(folder)
+    (folder / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(ModelError, match="unheard_of"):
+        models.check(folder, weights=False)
+
+
 def test_an_unreachable_hub_is_one_clear_error(no_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ConnectionError("no route to host\nlong explanation")
@@ -124,3 +137,6 @@ def test_a_download_leaves_pickled_weights_behind(no_hub: Path, monkeypatch: pyt
         kept + left, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
     )
     assert list(wanted) == kept
+    models.download("owner/name", no_hub / "here", weights=False)
+    fewer = filter_repo_objects(kept, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"])
+    assert list(fewer) == [name for name in kept if not name.endswith(".safetensors")]
