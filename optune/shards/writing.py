@@ -30,11 +30,13 @@ def write_file(path: Path, tensors: Tensors, *, rank: int, dtype: torch.dtype | 
     """
     parts = parts_of(tensors, rank)
     header, offsets = lay_out({name: (dtype or part.dtype, part.shape) for name, part in parts.items()})
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    size = len(header) + sum(_bytes(dtype or part.dtype, part.shape) for part in parts.values())
+    # For writing alone, and to its full size before anything is written: where NFS could take a page for known to it
+    # (one that it has read, or that lies behind the end), it would send all of it, and with it other ranks' places.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
+        os.ftruncate(descriptor, size)
         if rank == 0:
-            size = len(header) + sum(_bytes(dtype or part.dtype, part.shape) for part in parts.values())
-            os.ftruncate(descriptor, size)
             _write(descriptor, memoryview(header), 0)
         for name, part in parts.items():
             if part.values is not None:
