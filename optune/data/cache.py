@@ -83,6 +83,8 @@ class RowCache:
 
     def _open(self, key: str) -> Prepared | None:
         folder = self._folder / "rows" / key
+        if not folder.is_dir():
+            return None
         try:
             entry = _read_entry(folder)
             arrays = {name: _map(folder, name, size) for name, size in entry["sizes"].items()}
@@ -94,10 +96,6 @@ class RowCache:
                 raise ValueError("its content has changed")
             with _forgiving():
                 os.utime(folder / _ENTRY)  # What was used last stays longest.
-        except FileNotFoundError:
-            if folder.is_dir():
-                self._discard(folder, "a file is missing")
-            return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._discard(folder, str(error))
             return None
