@@ -220,7 +220,8 @@ class RowEncoder:
         weights = None if encoded.weights is None else encoded.weights[kept]
         trained = encoded.trained[kept]
         trained[:1] = False
-        report.too_long.merge(TooLong(1, length, length - limit, targets - int(trained.sum()), length))
+        lost = length - limit if trained.any() else length  # a row without a target is left out whole
+        report.too_long.merge(TooLong(1, length, lost, targets - int(trained.sum()), length))
         return dataclasses.replace(encoded, tokens=encoded.tokens[kept], trained=trained, weights=weights)
 
 
