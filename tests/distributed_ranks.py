@@ -5,6 +5,7 @@ A spawn costs seconds (every rank imports torch), so one call should check many 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import socket
@@ -31,7 +32,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
         held.close()
-        (folder / "work").write_bytes(pickle.dumps((function.__module__, function.__qualname__, arguments)))
+        work = (function.__module__, function.__qualname__, arguments, timeout_s)
+        (folder / "work").write_bytes(pickle.dumps(work))
         ranks = [_start(folder, rank, world_size, port) for rank in range(world_size)]
         try:
             for process in ranks:
@@ -94,7 +96,8 @@ def _main(folder: Path) -> int:
     try:
         import importlib
 
-        module, name, arguments = pickle.loads((folder / "work").read_bytes())
+        module, name, arguments, timeout_s = pickle.loads((folder / "work").read_bytes())
+        faulthandler.dump_traceback_later(0.9 * timeout_s)  # a rank that hangs says where
         function: Any = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optune.optim.buckets import Bucket, Entry
-from optune.optim.kinds import is_sharded
+from optune.optim.kinds import is_sharded, local_part
 from optune.optim.norms import clip_factor, combine_norms, combine_sharded_norms, parameter_norms, share
 from optune.optim.subset import slice_groups, step_slices
 
@@ -90,8 +90,8 @@ class Update:
         """Sets working weights to their masters, rounded."""
         copies = [entry for entry in entries if entry.has_master]
         if copies:
-            weights: list[Tensor] = [entry.weight for entry in copies]
-            masters = [entry.held for entry in copies]
+            weights = [local_part(entry.weight) for entry in copies]
+            masters = [local_part(entry.held) for entry in copies]
             torch._foreach_copy_(weights, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def drop(self, entries: Sequence[Entry]) -> None:
