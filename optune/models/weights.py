@@ -18,7 +18,16 @@ from optune.errors import ModelError
 from optune.models.decoder import Decoder, outline
 from optune.models.families import DecoderConfig, read_config
 from optune.models.hub import resolve
-from optune.shards import FLOATS, StoredTensor, have_same_bytes, materialize, read_header, read_part, read_tensor
+from optune.shards import (
+    FLOATS,
+    StoredTensor,
+    have_same_bytes,
+    local_values,
+    materialize,
+    read_header,
+    read_part,
+    read_tensor,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -80,10 +89,12 @@ def fill(model: nn.Module, path: str | Path, *, device: torch.device | str) -> N
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ModelError(f"the folder holds another model:{listed}", where=str(inspection.folder))
-    materialize(model, device)
-    own = dict(model.named_parameters())
-    for name, stored in inspection.sources.items():
-        read_part(stored, own[name])
+    is_bare = set(materialize(model, device))
+    for name, parameter in model.named_parameters():
+        if name in inspection.sources:
+            read_part(inspection.sources[name], parameter)
+        elif name in is_bare:
+            local_values(parameter).fill_(float("nan"))
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, torch.Size]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from optune.shards.parts import local_values
-
 
 def materialize(model: nn.Module, device: torch.device | str) -> list[str]:
     """Give memory on `device` to every parameter of `model` if they are on the meta device; returns their names.
 
-    Floating parameters are NaN until somebody fills them. Ties between parameters stay, and so do buffers with values.
-    A model whose parameters have memory is left as it is. Raises ValueError where only some of them have.
+    The memory holds anything until somebody fills it. Ties between parameters stay, and so do buffers with values. A
+    model whose parameters have memory is left as it is. Raises ValueError where only some of them have.
     """
     named = dict(model.named_parameters())
     bare = [name for name, parameter in named.items() if parameter.is_meta]
@@ -34,8 +32,4 @@ def materialize(model: nn.Module, device: torch.device | str) -> list[str]:
             setattr(module, other, getattr(first, leaf))
     for module, leaf, values in buffers:
         module._buffers[leaf] = values.to(device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                local_values(parameter).fill_(float("nan"))
     return bare
