@@ -17,13 +17,16 @@ NOT_TRAINING = frozenset(
     {
         "output_dir", "loggers", "log_every_steps", "checkpoint", "resume", "allow_change", "max_time", "device",
         "epochs", "max_steps", "validation_every_steps", "optimizer_step", "gradient_stash", "accumulation",
-        "activation_checkpointing", "max_skipped_steps", "data.validation", "data.cache",
+        "activation_checkpointing", "max_skipped_steps", "parallel", "data.validation", "data.cache",
     }
 )  # fmt: skip
 """Keys whose change a run survives: they do not alter its numbers, or (its length) are spoken of apart."""
 
 PLACES = {"model.path": "model", "data.train": "data", "data.chat_template": "data"}
 """Keys that say where something is, and the sum of what is read there. Files may move, but not change."""
+
+DIVISIONS = frozenset({"batch_size", "gradient_accumulation_steps"})
+"""Keys that divide a step among microbatches and processes. Where the sum of the data is the same, so are its rows."""
 
 COUNTERS = {
     "step": 0, "rows_seen": 0, "targets_seen": 0.0, "tokens_seen": 0, "skipped_steps": 0, "skipped_in_a_row": 0,
@@ -64,7 +67,12 @@ def restore(
             where="max_steps",
             hint="ask for more steps or epochs, or go back to an earlier checkpoint by resume=<its folder>",
         )
-    notes = [f"{difference}: elsewhere, with the same content" for difference in moved]
+    notes = [
+        f"{each}: the same rows a step, divided otherwise"
+        if each.key in DIVISIONS
+        else f"{each}: elsewhere, with the same content"
+        for each in moved
+    ]
     others = [*allowed, *checkpoint.compare_versions(saved)]
     notes += [f"warning: goes on with another {difference}" for difference in others]
     if saved["total_steps"] != total_steps:
@@ -83,7 +91,8 @@ def restore(
 def _divide(
     differences: Collection[checkpoint.Difference],
 ) -> tuple[list[checkpoint.Difference], list[checkpoint.Difference]]:
-    """Those that say only that something lies elsewhere, and the others."""
+    """Those that say only that something lies elsewhere or is divided otherwise, and the others."""
     changed = {difference.key for difference in differences}
-    moved = [each for each in differences if each.key in PLACES and PLACES[each.key] not in changed]
+    sums = PLACES | dict.fromkeys(DIVISIONS, "data")
+    moved = [each for each in differences if each.key in sums and sums[each.key] not in changed]
     return moved, [each for each in differences if each not in moved]

@@ -26,9 +26,10 @@ def summarize(
     total_steps: int,
     optimizer: Optimizer,
     stepper: optim.Stepper,
+    processes: str | None = None,
 ) -> dict[str, object]:
     """What a person should know before the first step, line by line. The model was asked for as `name` and found in
-    `source`; `batches`: see `data.build_batches`."""
+    `source`; `batches`: see `data.build_batches`; `processes`: how several of them share the run."""
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     fields: dict[str, object] = {
@@ -36,6 +37,7 @@ def summarize(
         "parameters": metrics.describe_parameters(trained, sum(parameter.numel() for parameter in parameters)),
         "weights": f"{', '.join(sorted({_dtype_name(p) for p in parameters}))} on {parameters[0].device}",
     }
+    fields["processes"] = processes
     fields |= batches.describe()
     fields["steps"] = metrics.describe_steps(
         total_steps,

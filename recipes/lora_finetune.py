@@ -124,7 +124,9 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             max_parameter_grad_norm=cfg.max_parameter_grad_norm,
             reduce=processes.reduce,
         )
-        summary = session.summarize(cfg.model.path, source, model, batches, total_steps, optimizer, stepper)
+        summary = session.summarize(
+            cfg.model.path, source, model, batches, total_steps, optimizer, stepper, processes.describe()
+        )
         if validate_only:
             session.show("valid: this is what would be trained", summary)
             return 0

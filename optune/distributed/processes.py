@@ -63,6 +63,10 @@ class Processes:
         """How many processes, or tensor groups, see different rows."""
         return self.layout.data_size
 
+    def describe(self) -> str | None:
+        """How several processes share the run, such as `4: 2 replicas x 2 shards`; None for one."""
+        return self.layout.describe() if self.world_size > 1 else None
+
     @property
     def reduce(self) -> Callable[[Tensor], Tensor] | None:
         """Sums a gradient over all replicas, in place, where parameters are kept whole; else None: sharding does it."""

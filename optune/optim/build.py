@@ -16,7 +16,7 @@ from optune.optim.after_backward import AfterBackwardStepper
 from optune.optim.buckets import make_buckets, make_entries
 from optune.optim.groups import divide_parameters
 from optune.optim.immediate import ImmediateStepper
-from optune.optim.in_backward import InBackwardStepper
+from optune.optim.in_backward import InBackwardStepper, refuse_plain_ddp
 from optune.optim.masters import make_master, needs_master
 from optune.optim.stash.choose import make_stash
 from optune.optim.stepper import SkipCounter, Stepper
@@ -121,6 +121,7 @@ def build_stepper(
         raise ConfigError(f"{max_grad_norm} is not positive", where="max_grad_norm", hint="null turns clipping off")
     if max_skipped_steps < 1:
         raise ConfigError(f"{max_skipped_steps} is less than 1", where="max_skipped_steps")
+    refuse_plain_ddp(model)
     check_no_closure(optimizer)
     if when == "immediate":
         return ImmediateStepper(

@@ -29,7 +29,6 @@ class InBackwardStepper:
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket], stash: Stash) -> None:
-        refuse_plain_ddp(model)
         self._buckets = list(buckets)
         self._stash = stash
         self.skips = stash.skips
@@ -127,12 +126,14 @@ class InBackwardStepper:
 
 
 def refuse_plain_ddp(model: nn.Module) -> None:
-    """Raises `ConfigError`: DDP averages gradients after the hooks have used them, so ranks drift apart silently."""
+    """Raises `ConfigError` for DDP: it averages what is a sum here, and after hooks have used it, so that ranks drift
+    apart silently."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ConfigError(
-            "in_backward does not work with DistributedDataParallel: its ranks would drift apart",
+            "DistributedDataParallel averages the gradients of its ranks, after in_backward and immediate have used "
+            "them: ranks would drift apart",
             where="optimizer_step",
-            hint="replicate with FSDP2 (fully_shard on a replicate x shard mesh), or use after_backward",
+            hint="hand over the plain model and replicate it by parallel.replicate (`distributed.spread`)",
         )
 
 

@@ -198,11 +198,11 @@ def one_process(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def test_ddp_is_refused_and_works_after_backward(one_process: None) -> None:
+def test_ddp_is_refused_in_every_mode(one_process: None) -> None:
     model = nn.parallel.DistributedDataParallel(SmallModel())
-    with pytest.raises(ConfigError, match="DistributedDataParallel: its ranks would drift apart"):
-        build(model)
-    build(model, when="after_backward")
+    for when in ("after_backward", "in_backward", "immediate"):
+        with pytest.raises(ConfigError, match="DistributedDataParallel averages"):
+            build(model, when=when, max_grad_norm=None)
 
 
 def poison(model: SmallModel, bad: float = float("nan")) -> None:

@@ -1,0 +1,223 @@
+"""The column "processes" of the equality table: a run over several processes is the run of one.
+
+One launch of several processes runs many cells through the command line. Each cell is compared with one process that
+feeds the same rows a step; and, bitwise, with the cell of the same layout that steps after backward.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import fixtures
+from tests.distributed_ranks import join, run_ranks
+from tests.recipes.running import RECIPES, Finished, run, write_inputs
+from tune_cli.main import main
+
+pytestmark = pytest.mark.slow
+
+IN_BACKWARD = ["optimizer_step=in_backward"]
+SHARED = {
+    "clipped": ["max_grad_norm=0.5", "gradient_accumulation_steps=2"],
+    "unclipped": ["max_grad_norm=null", "gradient_accumulation_steps=2"],
+    "immediate": ["max_grad_norm=null", "optimizer_step=immediate"],
+    "exact": ["max_grad_norm=null", "optimizer_step=immediate", "immediate_variant=exact"],
+    "masters": ["model.dtype=bf16", "model.master_weights=fp32", "gradient_accumulation_steps=2"],
+}
+"""What a cell has in common with the run of one process that it is compared with."""
+STEPPERS = {
+    "after": ("clipped", []),
+    "after breadth": ("clipped", ["accumulation=breadth_first"]),
+    "at once": ("unclipped", IN_BACKWARD),
+    "at once, after": ("unclipped", []),
+    "hold": ("clipped", [*IN_BACKWARD, "gradient_stash=hold", "activation_checkpointing=block"]),
+    "cpu": ("clipped", [*IN_BACKWARD, "gradient_stash=cpu"]),
+    "two_pass": ("clipped", [*IN_BACKWARD, "gradient_stash=two_pass"]),
+    "auto": ("clipped", IN_BACKWARD),
+    "hold breadth": ("clipped", [*IN_BACKWARD, "gradient_stash=hold", "accumulation=breadth_first"]),
+    "immediate": ("immediate", []),
+    "exact": ("exact", []),
+    "masters": ("masters", []),
+    "alias": ("masters", [*IN_BACKWARD, "gradient_stash=alias"]),
+}
+BITWISE = {
+    "at once": "at once, after", "hold": "after", "cpu": "after", "two_pass": "after", "auto": "after",
+    "hold breadth": "after breadth", "alias": "masters",
+}  # fmt: skip
+LAYOUTS = {"shard": [], "replicate": ["parallel.replicate=2"], "tensor": ["parallel.tensor=2"]}
+
+
+@dataclass(frozen=True)
+class Cell:
+    recipe: str
+    stepper: str
+    layout: str = "shard"
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}, {self.stepper}, {self.layout}"
+
+
+TWO = [
+    *(Cell("full_finetune", stepper) for stepper in STEPPERS),
+    *(Cell(recipe, stepper) for recipe in RECIPES[1:] for stepper in ("after", "hold", "immediate")),
+    *(Cell(RECIPES[0], stepper, "replicate") for stepper in ("after", "hold")),
+    *(Cell(recipe, "hold", "tensor") for recipe in RECIPES),
+]
+FOUR = {
+    "replicate x shard": ["parallel.replicate=2"],
+    "shard x tensor": ["parallel.tensor=2"],
+    "replicate x tensor": ["parallel.replicate=2", "parallel.tensor=2"],
+}
+
+
+def overrides(cell: Cell, batch_size: int, layout: list[str]) -> list[str]:
+    shared, own = STEPPERS[cell.stepper]
+    return [*SHARED[shared], *own, f"batch_size={batch_size}", *layout]
+
+
+def run_cells(cells: list[tuple[Cell, list[str]]], config: Path, folder: Path) -> None:
+    join()
+    for cell, words in cells:
+        run(cell.recipe, config, folder / cell.name, *words)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SGD with momentum: Adam divides the first gradients by their own size, and so shows the rounding of those that
+    are nearly zero; with 13 rows the last step of the epoch is smaller."""
+    path = write_inputs(tmp_path_factory.mktemp("inputs"), rows=13)
+    text = path.read_text().replace("torch.optim.AdamW, lr: 1.0e-2, weight_decay: 0.1", "torch.optim.SGD, lr: 0.2")
+    path.write_text(text.replace("epochs: 2", "epochs: 1") + "log_every_steps: 1\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    done: dict[tuple[str, str], Finished] = {}
+
+    def make(cell: Cell) -> Finished:
+        key = (cell.recipe, STEPPERS[cell.stepper][0])
+        if key not in done:
+            done[key] = run(
+                cell.recipe, config, tmp_path_factory.mktemp("alone") / "run", "batch_size=4", *SHARED[key[1]]
+            )
+        return done[key]
+
+    return make
+
+
+def differ(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest element of its tensor."""
+    assert ours.keys() == theirs.keys()
+    return max(
+        (tensor.double() - theirs[name].double()).abs().max().item() / (theirs[name].double().abs().max().item() or 1)
+        for name, tensor in ours.items()
+    )
+
+
+def assert_same_run(several: Finished, one: Finished, name: str, weights: float = 1e-6) -> None:
+    assert differ(several.weights, one.weights) <= weights, name
+    assert len(several.metrics) == len(one.metrics), name
+    for ours, theirs in zip(several.metrics, one.metrics, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=max(1e-6, weights)), name
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=max(2e-6, weights)), name
+        assert [ours[key] for key in ("step", "epoch", "lr", "targets", "tokens")] == [
+            theirs[key] for key in ("step", "epoch", "lr", "targets", "tokens")
+        ], name
+
+
+def test_two_processes_give_the_run_of_one(config: Path, alone: Any, tmp_path: Path) -> None:
+    cells = [(cell, overrides(cell, 4 if cell.layout == "tensor" else 2, LAYOUTS[cell.layout])) for cell in TWO]
+    run_ranks(run_cells, 2, cells, config, tmp_path, timeout_s=500)
+    for cell in TWO:
+        several = Finished(tmp_path / cell.name)
+        # bf16 gradients are rounded for each microbatch, and rank, before they are added up.
+        is_rough = STEPPERS[cell.stepper][0] == "masters"
+        assert_same_run(several, alone(cell), cell.name, weights=2e-2 if is_rough else 1e-6)
+        after = Cell(cell.recipe, BITWISE.get(cell.stepper, cell.stepper), cell.layout)
+        if after != cell and after in TWO:
+            reference = Finished(tmp_path / after.name)
+            assert differ(several.weights, reference.weights) == 0, cell.name
+            assert differ(several.optimizer_state, reference.optimizer_state) == 0, cell.name
+            keys = ("loss", "grad_norm")
+            assert [[line[k] for k in keys] for line in several.metrics] == [
+                [line[k] for k in keys] for line in reference.metrics
+            ], cell.name
+        assert "rank" not in (several.folder / "log.txt").read_text()
+    log = (tmp_path / Cell("full_finetune", "immediate").name / "log.txt").read_text()
+    assert "2: 2 replicas, because optimizer_step=immediate updates" in " ".join(
+        line[20:].strip() for line in log.splitlines()
+    )
+
+
+def test_four_processes_give_the_run_of_one(config: Path, alone: Any, tmp_path: Path) -> None:
+    cells = [Cell(recipe, "hold", layout) for recipe, layout in zip([*RECIPES, *RECIPES], FOUR, strict=False)]
+    words = [
+        (cell, overrides(cell, 1 if cell.layout == "replicate x shard" else 2, FOUR[cell.layout])) for cell in cells
+    ]
+    run_ranks(run_cells, 4, words, config, tmp_path, timeout_s=500)
+    for cell in cells:
+        assert_same_run(Finished(tmp_path / cell.name), alone(cell), cell.name)
+
+
+def resume_on(folder: Path, words: list[str]) -> None:
+    join()
+    assert main(["resume", str(folder), *words]) == 0
+
+
+def test_a_run_goes_on_with_another_number_of_processes(config: Path, alone: Any, tmp_path: Path) -> None:
+    """A33 and A35 with two processes: stopped after a step, resumed on two, then on one."""
+    words = [*SHARED["clipped"], *STEPPERS["hold"][1]]
+    several = run("full_finetune", config, tmp_path / "run", *words, "batch_size=4", "max_steps=1")
+    run_ranks(resume_on, 2, several.folder, ["batch_size=2", "max_steps=2", "parallel.replicate=2"])
+    run_ranks(resume_on, 2, several.folder, ["batch_size=2", "max_steps=null", "parallel.replicate=1"])
+    one = run("full_finetune", config, tmp_path / "one", *words, "batch_size=4", "max_steps=1")
+    for max_steps in ("2", "null"):
+        assert main(["resume", str(one.folder), f"max_steps={max_steps}"]) == 0
+    assert_same_run(several, one, "resumed")
+    notes = (several.folder / "log.txt").read_text()
+    assert "the same rows a step, divided otherwise" in notes
+
+
+ROWS = {"one row": 1, "three rows": 3, "five rows": 5}
+
+
+def count_ragged(config: Path, folder: Path, data: dict[str, Path]) -> None:
+    join()
+    for name, path in data.items():
+        words = [f"data.train={path}", f"data.validation={data['one row']}", "validation_every_steps=1"]
+        run("full_finetune", config, folder / name, *words, "batch_size=1", "gradient_accumulation_steps=2")
+
+
+def read_validation(run_: Finished) -> list[float]:
+    lines = [json.loads(line) for line in (run_.folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["validation_loss"] for line in lines if "validation_loss" in line]
+
+
+def test_ragged_steps_fewer_rows_than_ranks_and_small_validation_sets_count_right(config: Path, tmp_path: Path) -> None:
+    """A25, A50 and the part of A24 with two processes: answers of unequal length, 1, 3 and 5 rows, one row to
+    validate."""
+    data: dict[str, Path] = {}
+    for name, count in ROWS.items():
+        rows = fixtures.numbered_rows(count)
+        for index, row in enumerate(rows):  # answers of 1, 4, 7, … words
+            row["messages"][-1]["content"] = " ".join(["yes", *["w1", "w2", "w3"] * index])
+        fixtures.write_rows(tmp_path / f"{name}.jsonl", rows)
+        data[name] = tmp_path / f"{name}.jsonl"
+    run_ranks(count_ragged, 2, config, tmp_path / "two", data, timeout_s=200)
+    for name, path in data.items():
+        words = [f"data.train={path}", f"data.validation={data['one row']}", "validation_every_steps=1"]
+        one = run(
+            "full_finetune", config, tmp_path / "one" / name, *words, "batch_size=2", "gradient_accumulation_steps=2"
+        )
+        two = Finished(tmp_path / "two" / name)
+        assert_same_run(two, one, name)
+        losses = [read_validation(each) for each in (one, two)]
+        assert losses[0], name
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6), name
