@@ -51,7 +51,8 @@ def epoch_rows(batches: data.Batches, epoch: int, world_size: int = 1) -> list[s
     world_size=st.integers(1, 4),
     epoch=st.integers(0, 3),
     shuffle=st.booleans(),
-    packing=st.booleans(),
+    arrangement=st.sampled_from(["rows", "packs", "groups"]),
+    pad_to_multiple=st.integers(1, 5),
     seed=st.integers(-(2**63), 2**63),
 )
 @settings(max_examples=120, deadline=None, derandomize=True)
@@ -62,11 +63,19 @@ def test_every_row_is_seen_exactly_once_in_every_epoch(
     world_size: int,
     epoch: int,
     shuffle: bool,
-    packing: bool,
+    arrangement: str,
+    pad_to_multiple: int,
     seed: int,
 ) -> None:
     rows = make_rows(lengths)
-    options: dict[str, Any] = {"shuffle": shuffle, "packing": packing, "max_length": 12, "seed": seed}
+    options: dict[str, Any] = {
+        "shuffle": shuffle or arrangement == "groups",
+        "packing": arrangement == "packs",
+        "group_by_length": arrangement == "groups",
+        "pad_to_multiple": pad_to_multiple,
+        "max_length": 12,
+        "seed": seed,
+    }
     batches = data.build_batches(
         rows, batch_size=batch_size, gradient_accumulation_steps=accumulation, world_size=world_size, **options
     )

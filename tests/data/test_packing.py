@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from optune import data
+from optune import data, models
 from optune.data.packing import assign_packs
 from optune.errors import DataError
+from optune.loss import next_token_loss
 from optune.types import IGNORE, Microbatch
 from tests import fixtures
 from tests.data.test_batching import epoch_rows, make_rows
@@ -85,6 +86,40 @@ def test_a32_rows_longer_than_a_pack_are_counted_before_and_refused_here(tmp_pat
         data.build_batches(rows, batch_size=1, packing=True, max_length=10)
     with pytest.raises(DataError, match=r"data\.max_length: packing needs"):
         data.build_batches(rows, batch_size=1, packing=True)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> models.Decoder:
+    return models.load(fixtures.write_model(tmp_path_factory.mktemp("m0")), dtype=torch.float32).double()
+
+
+@given(
+    lengths=st.lists(st.integers(2, 12), min_size=1, max_size=10),
+    capacity=st.integers(12, 30),
+    batch_size=st.integers(1, 3),
+    weights=st.booleans(),
+    multiple=st.sampled_from([1, 8]),
+)
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_a32_any_rows_have_the_same_loss_packed_grouped_padded_and_alone(
+    decoder: models.Decoder, lengths: list[int], capacity: int, batch_size: int, weights: bool, multiple: int
+) -> None:
+    """By the model and the loss that train, which have to honour documents and positions themselves."""
+    rows = make_rows(lengths, weights=weights)
+
+    def total(batches: data.Batches) -> float:
+        steps = [batch for step in range(batches.steps_per_epoch) for batch in batches.microbatches(step)]
+        with torch.no_grad():
+            hidden = [decoder.hidden(each.tokens_BT, each.positions_BT, each.documents_BT) for each in steps]
+            return sum(
+                float(next_token_loss(decoder, hidden_BTD, each))
+                for hidden_BTD, each in zip(hidden, steps, strict=True)
+            )
+
+    options = {"batch_size": batch_size, "pad_to_multiple": multiple, "seed": 1}
+    alone = total(data.build_batches(rows, batch_size=1, shuffle=False))
+    for arrangement in ({}, {"packing": True, "max_length": capacity}, {"group_by_length": True}):
+        assert total(data.build_batches(rows, **options, **arrangement)) == pytest.approx(alone, rel=1e-6)
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60), capacity=st.integers(20, 32))
