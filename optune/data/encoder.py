@@ -39,6 +39,7 @@ from optune.errors import DataError
 
 Truncation = Literal["drop", "error", "truncate_right", "truncate_left"]
 TRUNCATIONS = ("drop", "error", "truncate_right", "truncate_left")
+NO_STOP = "no target is an end-of-turn token, so the model does not learn to stop"
 TRAIN_ON = ("assistant", "last_assistant", "all")
 
 
@@ -48,15 +49,15 @@ class EncodedChunk:
 
     - `rows`: the kept ones, in order.
     - `report`: rows read, skips and notes; sums over tokens are left to `Rows`.
+    - `chats`: how many conversations there were.
     - `errors`: a DataError for each row that cannot be used, `where` naming it.
-    - `end_ids`: the ids that end an answer, as far as chats were seen.
     - `format`: the format at the end of the chunk; None while no row has told it.
     """
 
     rows: list[Row] = field(default_factory=list)
     report: Report = field(default_factory=Report)
     errors: list[DataError] = field(default_factory=list)
-    end_ids: set[int] = field(default_factory=set)
+    chats: int = 0
     format: str | None = None
 
 
@@ -149,7 +150,7 @@ class RowEncoder:
         if self.train_on != "all" and not any(message["role"] == "assistant" for message in messages):
             raise SkippedRow(NO_ANSWER)
         text = self.tokenizer.render_traced(messages, tools, parse_special=self.parse_special)
-        chunk.end_ids |= self.tokenizer.end_ids(tools)
+        chunk.chats += 1
         if day := self.tokenizer.printed_date(tools):
             chunk.report.note(f"rows whose chat template may print the date, here {day} (data.template_date)", where)
         _note_left_out(chunk.report, where, example, text)

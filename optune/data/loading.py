@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from optune.data.cache import Prepared, RowCache, find_folder
 from optune.data.cache_key import find_key
-from optune.data.encoder import RowEncoder, Truncation
+from optune.data.encoder import NO_STOP, RowEncoder, Truncation
 from optune.data.encoding import TrainOn
 from optune.data.formats import Format
 from optune.data.mixing import Mixture, check_mixture
@@ -124,14 +122,18 @@ def _prepare(encoder: RowEncoder, sources: list[Source], format: Format, cache: 
     """The rows of all sources, and how many of them each entry of the list gave; from the cache where they are."""
 
     def make() -> Prepared:
-        counts = [0] * (sources[-1].entry + 1)
+        counts, chats = [0] * (sources[-1].entry + 1), 0
 
         def count(source: Source, result: Result) -> Result:
+            nonlocal chats
             counts[source.entry] += len(result[1])
+            chats += result[0].chats
             return result
 
         results = encode_sources(encoder, sources, format)
-        return join_results((count(source, result) for source, result in results), sources), counts
+        rows = join_results((count(source, result) for source, result in results), sources)
+        _check_stop(rows, encoder, chats)
+        return rows, counts
 
     folder = find_folder(cache)
     if folder is None:
@@ -143,12 +145,11 @@ def join_results(results: Iterable[Result], sources: Sequence[Source]) -> Rows:
     """All rows and reports as one. Raises DataError where a row is broken or none is left; `sources` names the files
     then."""
     parts: list[Rows] = []
-    report, errors, end_ids = Report(), list[DataError](), set[int]()
+    report, errors = Report(), list[DataError]()
     for chunk, rows in results:
         parts.append(rows)
         report.merge(chunk.report)
         errors += chunk.errors
-        end_ids |= chunk.end_ids
     if errors:
         first, rest = errors[0], errors[1:]
         also = f" (of {report.rows} rows {len(rest)} more cannot be used: " if rest else ""
@@ -162,9 +163,24 @@ def join_results(results: Iterable[Result], sources: Sequence[Source]) -> Rows:
         raise DataError(
             f"none of the {report.rows} rows can be trained: {reasons}" if reasons else "no rows", where=names
         )
-    joined = Rows.join(parts, report)
-    if end_ids and not np.isin(joined.tokens[joined.trained], list(end_ids)).any():
-        report.note(
-            "no target is an end-of-turn token, so the model does not learn to stop", joined[0].where, len(joined)
+    return Rows.join(parts, report)
+
+
+def _check_stop(rows: Rows, encoder: RowEncoder, chats: int) -> None:
+    """Refuses answers of which none teaches the model to stop; notes it where that may be meant.
+
+    It may be where all is trained alike, where there are no chats, and where every row was cut at its end.
+    """
+    tokenizer, report = encoder.tokenizer, rows.report
+    if tokenizer.teaches_stop(rows.tokens, rows.trained):
+        return
+    is_cut = encoder.truncation == "truncate_right" and bool((rows.lengths == encoder.max_length).all())
+    if chats and encoder.train_on != "all" and not is_cut:
+        raise DataError(
+            f"no answer in the {report.kept} rows ends with a token that says so, so the model would not learn to "
+            f"stop: the chat template {tokenizer.template_name} writes none, or max_length cuts it off",
+            where=rows[0].where,
+            hint="give a template that does as data.chat_template (a file, or a name such as chatml), or mark the "
+            "answers and the token behind them in it with {% generation %} … {% endgeneration %}",
         )
-    return joined
+    report.note(NO_STOP, rows[0].where, len(rows))

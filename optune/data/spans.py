@@ -159,11 +159,12 @@ class AnswerFinder:
         if _is_plain(messages[index]):
             return len(before)
         # No generation prompt to go by: an answer of words in the same place shows where the header ends.
+        # Some templates show the tools at the last question, which is another one while the conversation is shorter.
         simple = [*messages[:index], {"role": "assistant", "content": "answer"}]
-        rendered = self._try_render(simple, tools)
-        header = None if rendered is None else _text_before(rendered, FIRST_MESSAGE + index)
-        if header is not None and before.startswith(header.rstrip()):
-            return len(header) if before.startswith(header) else len(header.rstrip())
+        for rendered in (self._try_render(simple, tools), self._try_render(simple, None)):
+            header = None if rendered is None else _text_before(rendered, FIRST_MESSAGE + index)
+            if header is not None and before.startswith(header.rstrip()):
+                return len(header) if before.startswith(header) else len(header.rstrip())
         raise self._refusal(index, "its start cannot be told from the template's own text")
 
     def _find_end(self, messages: Sequence[dict[str, Any]], index: int, tools: Any, after: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from optune.data.collating import permute
-from optune.data.encoder import EncodedChunk, RowEncoder, first_format
+from optune.data.encoder import NO_STOP, EncodedChunk, RowEncoder, first_format
 from optune.data.formats import Format
 from optune.data.packing import assign_packs, group_packs
 from optune.data.rows import Report, Row
@@ -91,11 +91,10 @@ class Blocks:
             number, record = window.items[index]
             source = self._rows.sources[number]
             by_source.setdefault(number, []).append((source.place(record.number), parse_record(source, record)))
-        report, kept, end_ids = Report(), dict[tuple[int, str], Row](), set[int]()
+        report, kept = Report(), dict[tuple[int, str], Row]()
         for number, pairs in by_source.items():
             chunk = self._encode_source(number, pairs)
             report.merge(chunk.report)
-            end_ids |= chunk.end_ids
             kept |= {(number, row.where): row for row in chunk.rows}
         places = [(window.items[index].source, window.items[index].record.number) for index in picks.tolist()]
         found = (kept.get((number, self._rows.sources[number].place(row))) for number, row in places)
@@ -103,10 +102,9 @@ class Blocks:
         report.kept, report.tokens = len(rows), sum(len(row.tokens) for row in rows)
         report.targets = sum(int(row.trained.sum()) for row in rows)
         report.longest = max((len(row.tokens) for row in rows), default=0)
-        if end_ids and rows and not any(np.isin(row.tokens[row.trained], list(end_ids)).any() for row in rows):
-            report.note(
-                "no target is an end-of-turn token, so the model does not learn to stop", rows[0].where, len(rows)
-            )
+        teaches_stop = self._rows.encoder.tokenizer.teaches_stop
+        if rows and not any(teaches_stop(row.tokens, row.trained) for row in rows):
+            report.note(NO_STOP, rows[0].where, len(rows))
         return rows, report
 
     def _encode_source(self, number: int, pairs: list[tuple[str, Any]]) -> EncodedChunk:

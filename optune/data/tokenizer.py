@@ -15,6 +15,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from optune.data.control import PlainText, compile_control, fence_markers, release_spoken
@@ -242,6 +243,15 @@ class Tokenizer:
         known = [token.content for token in self._added.values() if not token.special]
         spoken = [token for token in known if self.is_control.fullmatch(token) and token not in turns]
         return re.compile("|".join(map(re.escape, sorted(spoken, key=len, reverse=True)))) if spoken else None
+
+    def teaches_stop(self, tokens: np.ndarray, trained: np.ndarray) -> bool:
+        """Whether some target is a token that ends an answer: one of `end_ids`, or another control token that stands
+        last in a run of targets, as where a template closes its answers with a token of its own."""
+        last = trained & ~np.append(trained[1:], False)
+        others = {self._backend.token_to_id(token) for name, token in self.names.items() if name != "eos_token"}
+        ends = self.end_ids()
+        closing = self._plain_text.control_ids - others | ends
+        return bool(np.isin(tokens[trained], list(ends)).any() or np.isin(tokens[last], list(closing)).any())
 
     def printed_date(self, tools: Sequence[Any] | None) -> date | None:
         """The day that the chat template may print, None for one that prints none."""

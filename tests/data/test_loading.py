@@ -230,11 +230,42 @@ def test_the_report_counts_what_is_there(tmp_path: Path, t0: data.Tokenizer) -> 
     ]
 
 
-def test_a_run_that_never_learns_to_stop_is_told(tmp_path: Path) -> None:
-    source = "{% for m in messages %}{{ m.role + ' ' + m.content + '\n' }}{% endfor %}"
+NO_STOP = "no target is an end-of-turn token, so the model does not learn to stop"
+WITHOUT_END = "{% for m in messages %}{{ m.role + ' ' + m.content + '\n' }}{% endfor %}"
+
+
+def test_answers_that_never_end_are_refused(tmp_path: Path) -> None:
+    tokenizer = data.load_tokenizer(fixtures.write_tokenizer(tmp_path / "t0", chat_template=WITHOUT_END))
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:1: no answer in the 3 rows ends .*chat_template\.jinja"
+    ) as caught:
+        load(tmp_path, tokenizer, GOOD)
+    assert "generation" in str(caught.value.hint)
+    with pytest.raises(DataError, match="would not learn to stop"):
+        load(tmp_path, tokenizer, GOOD, train_on="last_assistant")
+    assert list(load(tmp_path, tokenizer, GOOD, train_on="all").report.notes) == [NO_STOP]
+
+
+def test_rows_that_may_have_no_end_are_told(tmp_path: Path, t0: data.Tokenizer) -> None:
+    assert list(load(tmp_path, t0, [{"tokens": [16, 17, 18]}]).report.notes) == [NO_STOP]
+    assert list(load(tmp_path, t0, [{"tokens": [16, 17, 4]}, {"tokens": [16, 17]}]).report.notes) == []
+    assert list(load(tmp_path, t0, [{"text": "w1 w2"}]).report.notes) == []
+    long = [fixtures.chat("w1", " ".join([word] * 30)) for word in ("w2", "w3")]
+    rows = load(tmp_path, t0, long, max_length=12, truncation="truncate_right")
+    assert list(rows.report.notes) == [NO_STOP]
+    with pytest.raises(DataError, match="or max_length cuts it off"):
+        cut_and_whole = data.load_tokenizer(fixtures.write_tokenizer(tmp_path / "t1", chat_template=WITHOUT_END))
+        load(tmp_path, cut_and_whole, [*long, fixtures.chat("w1", "w2")], max_length=12, truncation="truncate_right")
+
+
+def test_a_token_of_the_templates_own_that_closes_answers_teaches_to_stop(tmp_path: Path) -> None:
+    """As where the next speaker's token ends an answer: `<turn>` is not the tokenizer's end token."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<turn>' }}"
+        "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+    )
     tokenizer = data.load_tokenizer(fixtures.write_tokenizer(tmp_path / "t0", chat_template=source))
-    rows = load(tmp_path, tokenizer, GOOD)
-    assert list(rows.report.notes) == ["no target is an end-of-turn token, so the model does not learn to stop"]
+    assert load(tmp_path, tokenizer, GOOD).report.notes == {}
 
 
 def test_rows_behave_as_a_sequence_and_their_fingerprint_follows_every_part(tmp_path: Path, t0: data.Tokenizer) -> None:
