@@ -201,6 +201,16 @@ def expected(row: dict[str, Any], *, begin: str = "<s>") -> tuple[list[int], lis
     return ids, labels
 
 
+def columns(unit: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Ids and labels (not shifted, -100 untrained) of a unit without its padding, as `expected` has them."""
+    ids = [token for token, is_padding in zip(unit["ids"], unit["padding"], strict=True) if not is_padding]
+    trained = unit["trained"][: len(ids)]
+    shifted = [None, *unit["labels"][: len(ids) - 1]]
+    assert [label is not None for label in shifted] == trained
+    assert all(label in (None, token) for label, token in zip(shifted, ids, strict=True))
+    return ids, [token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]
+
+
 def reference_loss(folder: Path, rows: Iterable[tuple[list[int], list[int]]]) -> float:
     """The mean loss over all targets of `rows` (ids, labels), computed with transformers in fp32."""
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Cases A09 to A23, A28, A46 and A50 in what `optune data` shows: the tokens, labels and counts of training itself."""
+"""Cases A09 to A18 and A20 to A23 in what `optune data` shows: the tokens, labels and counts of training itself."""
 
 from __future__ import annotations
 
@@ -9,21 +9,11 @@ from typing import Any
 import pytest
 
 from tests import fixtures
-from tests.cases.place import Place, alpaca, encode, expected, turns
+from tests.cases.place import Place, alpaca, columns, encode, expected, turns
 from tests.cases.test_conversations import FORGED, NO_BOS_TEMPLATE, write_markers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROWS = fixtures.numbered_rows(4)
-
-
-def columns(unit: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Ids and labels (not shifted, -100 untrained) of a unit without its padding, as `expected` has them."""
-    ids = [token for token, is_padding in zip(unit["ids"], unit["padding"], strict=True) if not is_padding]
-    trained = unit["trained"][: len(ids)]
-    shifted = [None, *unit["labels"][: len(ids) - 1]]
-    assert [label is not None for label in shifted] == trained
-    assert all(label in (None, token) for label, token in zip(shifted, ids, strict=True))
-    return ids, [token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]
 
 
 def said(unit: dict[str, Any]) -> str:
@@ -174,23 +164,6 @@ def test_a_limit_that_cuts_nothing_shows_the_same(place: Place) -> None:
         assert document["rows"]["targets"] == 6
 
 
-def test_padding_is_shown_by_its_place_where_it_is_the_end_token(place: Place) -> None:
-    """A19."""
-    fixtures.write_tokenizer(place.folder / "m0", pad_token="<end>")
-    rows = [turns("ua", "w1", "w2"), turns("ua", "w3 w4 w5", "w6 w7 w8 w9")]
-    place.write(rows)
-    document = place.preview("--step", "1", "batch_size=2")
-    short, long = document["units"]
-    assert document["tokenizer"]["pad"] == document["tokenizer"]["eos"] == {"id": encode("<end>")[0], "text": "<end>"}
-    assert [columns(unit) for unit in (short, long)] == [expected(row) for row in rows]
-    missing = len(long["ids"]) - len(expected(rows[0])[0])
-    assert short["padding"] == [False] * (len(long["ids"]) - missing) + [True] * missing
-    assert not any(long["padding"])
-    assert not any(short["trained"][-missing:])
-    assert short["ids"][-missing:] == encode("<end>") * missing
-    assert document["batches"]["padding"] == pytest.approx(missing / (2 * len(long["ids"])))
-
-
 @pytest.mark.parametrize(
     ("template", "adds_bos", "has_bos", "count"),
     [
@@ -254,83 +227,3 @@ def test_several_answers_are_shown_trained_as_asked_for(place: Place, train_on: 
     document = place.preview(f"data.train_on={train_on}")
     assert said(document["units"][0]).split() == trained.split()
     assert document["rows"]["targets"] == len(encode(trained))
-
-
-@pytest.mark.parametrize(
-    ("rows", "overrides"),
-    [(3, ("batch_size=2", "gradient_accumulation_steps=8")), (1, ("batch_size=4",)), (3, ("batch_size=4",))],
-)
-def test_fewer_rows_than_a_step_takes_make_one_step_of_what_is_there(
-    place: Place, rows: int, overrides: tuple[str, ...]
-) -> None:
-    """A28."""
-    place.write(ROWS[:rows])
-    document = place.preview("--step", "1", *overrides)
-    assert document["batches"]["steps_per_epoch"] == 1
-    assert [columns(unit) for unit in document["units"]] == [expected(row) for row in ROWS[:rows]]
-
-
-@pytest.mark.parametrize(("processes", "rows"), [(2, 1), (2, 3), (3, 4), (4, 1)])
-def test_ranks_without_a_row_are_fed_padding_and_no_row_is_lost_or_doubled(
-    place: Place, processes: int, rows: int
-) -> None:
-    """A50: every rank has as many microbatches as the others in every step, so none waits for ever."""
-    place.write(ROWS[:rows])
-    document = place.preview("--processes", str(processes))
-    steps = document["batches"]["steps_per_epoch"]
-    assert steps == -(-rows // processes)
-    fed = []
-    for step in range(1, steps + 1):
-        units = place.preview("--step", str(step), "--processes", str(processes))["units"]
-        assert [(unit["rank"], unit["microbatch"]) for unit in units] == [(rank, 1) for rank in range(processes)]
-        for unit in units:
-            if not unit["rows"]:
-                assert (unit["padding"], unit["labels"]) == ([True], [None])
-        fed += [columns(unit) for unit in units if unit["rows"]]
-    assert fed == [expected(row) for row in ROWS[:rows]]
-
-
-PAIRS = '''"""A recipe of pairs, as far as its data goes."""
-
-from dataclasses import dataclass
-
-from optune import data
-from optune.config import RunConfig
-
-
-@dataclass
-class Config(RunConfig):
-    """No keys of its own."""
-
-
-def make_batches(cfg, source, config, world_size=1):
-    tokenizer = data.load_tokenizer(source)
-    rows = data.load_pairs(cfg.data.train, tokenizer, max_length=cfg.data.max_length)
-    return tokenizer, data.build_batches(rows, batch_size=2, shuffle=False, world_size=world_size), []
-
-
-def main(cfg, validate_only=False):
-    raise NotImplementedError
-'''
-
-
-@pytest.mark.parametrize(("adds_bos", "template"), [(True, NO_BOS_TEMPLATE), (False, fixtures.CHAT_TEMPLATE)])
-def test_a_pair_is_shown_as_two_whole_chats(place: Place, adds_bos: bool, template: str) -> None:
-    """A46: a recipe of pairs shows prompt and answer rendered as one, with one beginning and one end each."""
-    fixtures.write_tokenizer(place.folder / "m0", chat_template=template, adds_bos=adds_bos)
-    (place.folder / "pairs.py").write_text(PAIRS, encoding="utf-8")
-    prompt = [{"role": "user", "content": "w1 w2"}]
-    answers = [[{"role": "assistant", "content": words}] for words in ("w3 w4", "w5")]
-    place.write([{"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}])
-    document = place.preview(recipe="./pairs.py")
-    assert [unit["halves"] for unit in document["units"]] == [["chosen"], ["rejected"]]
-    whole = [{"messages": [*prompt, *answer]} for answer in answers]
-    assert [columns(unit) for unit in document["units"]] == [expected(row) for row in whole]
-    assert document["rows"]["kept"] == 1
-    both = place.preview("--row", "train.jsonl:1", recipe="./pairs.py")["units"]
-    assert [columns(unit) for unit in both] == [expected(row) for row in whole]
-    shown = place.call("data", "./pairs.py", "--config", "config.yaml").out
-    assert [line[3:].split(",")[:2] for line in shown.splitlines() if line.startswith("── ")] == [
-        ["train.jsonl:1", " chosen"],
-        ["train.jsonl:1", " rejected"],
-    ]

@@ -1,0 +1,134 @@
+"""Cases A19, A28, A46 and A50 in what `optune data` shows: batches, pairs, and ranks without a row."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import fixtures
+from tests.cases.place import Place, alpaca, columns, encode, expected, turns
+from tests.cases.test_conversations import NO_BOS_TEMPLATE
+
+ROWS = fixtures.numbered_rows(4)
+
+
+def test_padding_is_shown_by_its_place_where_it_is_the_end_token(place: Place) -> None:
+    """A19."""
+    fixtures.write_tokenizer(place.folder / "m0", pad_token="<end>")
+    rows = [turns("ua", "w1", "w2"), turns("ua", "w3 w4 w5", "w6 w7 w8 w9")]
+    place.write(rows)
+    document = place.preview("--step", "1", "batch_size=2")
+    short, long = document["units"]
+    assert document["tokenizer"]["pad"] == document["tokenizer"]["eos"] == {"id": encode("<end>")[0], "text": "<end>"}
+    assert [columns(unit) for unit in (short, long)] == [expected(row) for row in rows]
+    missing = len(long["ids"]) - len(expected(rows[0])[0])
+    assert short["padding"] == [False] * (len(long["ids"]) - missing) + [True] * missing
+    assert not any(long["padding"])
+    assert not any(short["trained"][-missing:])
+    assert short["ids"][-missing:] == encode("<end>") * missing
+    assert document["batches"]["padding"] == pytest.approx(missing / (2 * len(long["ids"])))
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides"),
+    [(3, ("batch_size=2", "gradient_accumulation_steps=8")), (1, ("batch_size=4",)), (3, ("batch_size=4",))],
+)
+def test_fewer_rows_than_a_step_takes_make_one_step_of_what_is_there(
+    place: Place, rows: int, overrides: tuple[str, ...]
+) -> None:
+    """A28."""
+    place.write(ROWS[:rows])
+    document = place.preview("--step", "1", *overrides)
+    assert document["batches"]["steps_per_epoch"] == 1
+    assert [columns(unit) for unit in document["units"]] == [expected(row) for row in ROWS[:rows]]
+
+
+@pytest.mark.parametrize(("processes", "rows"), [(2, 1), (2, 3), (3, 4), (4, 1)])
+def test_ranks_without_a_row_are_fed_padding_and_no_row_is_lost_or_doubled(
+    place: Place, processes: int, rows: int
+) -> None:
+    """A50: every rank has as many microbatches as the others in every step, so none waits for ever."""
+    place.write(ROWS[:rows])
+    document = place.preview("--processes", str(processes))
+    steps = document["batches"]["steps_per_epoch"]
+    assert steps == -(-rows // processes)
+    fed = []
+    for step in range(1, steps + 1):
+        units = place.preview("--step", str(step), "--processes", str(processes))["units"]
+        assert [(unit["rank"], unit["microbatch"]) for unit in units] == [(rank, 1) for rank in range(processes)]
+        for unit in units:
+            if not unit["rows"]:
+                assert (unit["padding"], unit["labels"]) == ([True], [None])
+        fed += [columns(unit) for unit in units if unit["rows"]]
+    assert fed == [expected(row) for row in ROWS[:rows]]
+
+
+PAIRS = '''"""A recipe of pairs, as far as its data goes."""
+
+from dataclasses import dataclass
+
+from optune import data
+from optune.config import RunConfig
+
+
+@dataclass
+class Config(RunConfig):
+    """No keys of its own."""
+
+
+def make_batches(cfg, source, config, world_size=1):
+    tokenizer = data.load_tokenizer(source)
+    rows = data.load_pairs(cfg.data.train, tokenizer, max_length=cfg.data.max_length)
+    return tokenizer, data.build_batches(rows, batch_size=2, shuffle=False, world_size=world_size), []
+
+
+def main(cfg, validate_only=False):
+    raise NotImplementedError
+'''
+
+
+@pytest.mark.parametrize(("adds_bos", "template"), [(True, NO_BOS_TEMPLATE), (False, fixtures.CHAT_TEMPLATE)])
+def test_a_pair_is_shown_as_two_whole_chats(place: Place, adds_bos: bool, template: str) -> None:
+    """A46: a recipe of pairs shows prompt and answer rendered as one, with one beginning and one end each."""
+    fixtures.write_tokenizer(place.folder / "m0", chat_template=template, adds_bos=adds_bos)
+    (place.folder / "pairs.py").write_text(PAIRS, encoding="utf-8")
+    prompt = [{"role": "user", "content": "w1 w2"}]
+    answers = [[{"role": "assistant", "content": words}] for words in ("w3 w4", "w5")]
+    place.write([{"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}])
+    document = place.preview(recipe="./pairs.py")
+    assert [unit["halves"] for unit in document["units"]] == [["chosen"], ["rejected"]]
+    whole = [{"messages": [*prompt, *answer]} for answer in answers]
+    assert [columns(unit) for unit in document["units"]] == [expected(row) for row in whole]
+    assert document["rows"]["kept"] == 1
+    both = place.preview("--row", "train.jsonl:1", recipe="./pairs.py")["units"]
+    assert [columns(unit) for unit in both] == [expected(row) for row in whole]
+    shown = place.call("data", "./pairs.py", "--config", "config.yaml").out
+    assert [line[3:].split(",")[:2] for line in shown.splitlines() if line.startswith("── ")] == [
+        ["train.jsonl:1", " chosen"],
+        ["train.jsonl:1", " rejected"],
+    ]
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_validate_and_run_say_in_short_what_the_preview_counts(place: Place, command: str) -> None:
+    """A13, A17, A32: files, skipped and cut rows, lengths in one line, how full packs are."""
+    long = turns("ua", " ".join(["w1"] * 100), "w2")
+    place.write([*ROWS, turns("ua", "w1", ""), long])
+    place.write([alpaca("w1", "w2")], "more.jsonl")
+    overrides = ("data.train=[train.jsonl,more.jsonl]", "data.max_length=64", "data.packing=true")
+    shown = place.preview(*overrides)
+    result = place.call(command, "full_finetune", "--config", "config.yaml", *overrides)
+    assert result.code == 0, result.err
+    said = " ".join(result.err.split())
+    first, second = (str(place.folder / name) for name in ("train.jsonl", "more.jsonl"))
+    rows, lengths = shown["rows"], shown["lengths"]
+    for words in (
+        f"data {first}: 4 of 6 rows; {second}: 1 of 1 rows",
+        f"rows 5 of 7 rows (messages, alpaca), {rows['targets']} targets in {rows['tokens']} tokens",
+        f"1 an empty answer ({first}:5)",
+        f"1 longer than max_length=64 ({first}:6)",
+        f"too long 1 row of more than 64 tokens (up to {shown['too_long']['longest']})",
+        f"lengths {lengths['shortest']} to {lengths['longest']} tokens, median {lengths['median']} ",
+        f"packs {shown['batches']['units']} of 64 tokens, {shown['batches']['fill']:.1%} full",
+        f"padding {shown['batches']['padding']:.1%} of the positions",
+    ):
+        assert words in said, said
