@@ -17,13 +17,16 @@ from optune.checkpoint.copying import find_tight_host
 from optune.checkpoint.folders import clear_leftovers, list_checkpoints
 from optune.checkpoint.manifest import check, count_bytes
 from optune.checkpoint.optimizer_state import Parameters, pack_optimizer
+from optune.checkpoint.values import WRAPPER_PACKAGE
 from optune.checkpoint.writing import aside_name, write_folder
-from optune.errors import CheckpointError
+from optune.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _PROBE_SHAPE = (16, 16)
+_LOW_BIT_SHAPE = (128, 128)
+"""Smaller parameters have state of full precision."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def rehearse(
     """
     ranks = shards.Ranks(group)
     parameters = dict(named_parameters)
+    _refuse_divided_low_bit(optimizer)
     shards.check_shared(run_dir, ranks)
     if resume_from is not None:
         size, seconds = ranks.lead(lambda: count_bytes(resume_from)), 0.0
@@ -165,13 +169,38 @@ def estimate_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _bytes_per_value(optimizer: torch.optim.Optimizer, group: Mapping[str, object], dtype: torch.dtype) -> float:
     probe = torch.nn.Parameter(torch.zeros(_PROBE_SHAPE, dtype=dtype))
-    probe.grad = torch.zeros_like(probe)
-    settings = {key: value for key, value in group.items() if key not in ("params", "param_names", "fused")}
-    settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
     try:
-        copy = cast(Any, type(optimizer))([{**settings, "params": [probe]}])
-        copy.step()
-        _, state = pack_optimizer(copy, {"probe": probe})
+        _, state = pack_optimizer(_step_copy(optimizer, group, probe), {"probe": probe})
     except Exception:  # Any optimizer may come by `_target_`, and this is only an estimate.
         return 8.0
     return sum(tensor.nbytes for name, tensor in state.items() if name.startswith("state.")) / probe.numel()
+
+
+def _step_copy(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, object], probe: torch.nn.Parameter
+) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and settings that holds `probe` alone, after a step."""
+    probe.grad = torch.zeros_like(probe)
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names", "fused")}
+    settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
+    copy = cast(Any, type(optimizer))([{**settings, "params": [probe]}])
+    copy.step()
+    return copy
+
+
+def _refuse_divided_low_bit(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ConfigError` for low-bit state of divided parameters: its blocks depend on where a parameter is cut, so
+    no two layouts have the same state. Found before the first step, where there is none yet."""
+    if type(optimizer).__module__.partition(".")[0] != WRAPPER_PACKAGE:
+        return
+    for group in optimizer.param_groups:
+        if any(shards.is_sharded(parameter) for parameter in group["params"]):
+            probe = torch.nn.Parameter(torch.zeros(_LOW_BIT_SHAPE))
+            with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+                state = _step_copy(optimizer, group, probe).state[probe]
+            if any(hasattr(value, "__tensor_flatten__") for value in state.values()):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} keeps low-bit state, which is not divided among processes",
+                    where="optimizer",
+                    hint="use torch.optim.AdamW, or one process",
+                )

@@ -18,7 +18,7 @@ from torch import Tensor
 from optune import shards
 from optune.errors import CheckpointError
 
-_WRAPPER_PACKAGE = "torchao"
+WRAPPER_PACKAGE = "torchao"
 
 TensorReader = Callable[[str, str | None], Tensor]
 """`(name, device)` → the tensor. `device` is "cpu" for a tensor that stood there while its parameter did not."""
@@ -61,7 +61,7 @@ def _encode_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor], home: 
         tensors[name] = tensor.detach()
         stays_on_cpu = home is not None and home.type != "cpu" and tensor.device.type == "cpu"
         return {"tensor": name, "device": "cpu"} if stays_on_cpu else {"tensor": name}
-    if kind.__module__.split(".")[0] != _WRAPPER_PACKAGE or not hasattr(kind, "__tensor_flatten__"):
+    if kind.__module__.split(".")[0] != WRAPPER_PACKAGE or not hasattr(kind, "__tensor_flatten__"):
         raise UnknownValueError(f"{name} is a {kind.__module__}.{kind.__qualname__}")
     parts, context = cast(Any, tensor).__tensor_flatten__()
     return {
@@ -102,13 +102,13 @@ def decode(value: Any, read: TensorReader) -> Any:
 def _find_wrapper(name: str) -> Any:
     module_name, _, class_name = name.partition(":")
     # A checkpoint from a stranger must not choose what is imported.
-    if module_name.split(".")[0] != _WRAPPER_PACKAGE:
-        raise CheckpointError(f"state of class {name} is not read: only classes of {_WRAPPER_PACKAGE} are")
+    if module_name.split(".")[0] != WRAPPER_PACKAGE:
+        raise CheckpointError(f"state of class {name} is not read: only classes of {WRAPPER_PACKAGE} are")
     try:
         kind = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
-            f"state of class {name} needs {_WRAPPER_PACKAGE}: {error}", hint="pip install 'optune[torchao]'"
+            f"state of class {name} needs {WRAPPER_PACKAGE}: {error}", hint="pip install 'optune[torchao]'"
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")):
         raise CheckpointError(f"{name} is not a kind of tensor")

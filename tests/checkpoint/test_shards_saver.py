@@ -101,7 +101,7 @@ def try_all(folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     return {
         each.__name__: each(Case(Path(folder) / each.__name__, mesh, group))
-        for each in (in_background, full_disk, not_finite, not_shared, no_memory)
+        for each in (in_background, full_disk, not_finite, not_shared, no_memory, low_bit)
     }
 
 
@@ -188,6 +188,18 @@ def no_memory(case: Case) -> dict[str, Any]:
     return {"said": case.said, "copied": saver.reports[-1].copied_bytes, "left": case.left(), "tight": str(rehearsal)}
 
 
+def low_bit(case: Case) -> dict[str, Any]:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        return {}
+    weight = case.model.first["proj"].weight
+    case.optimizer = AdamW8bit(
+        [torch.nn.Parameter(distribute_tensor(torch.zeros(128, 128), weight.device_mesh, [Shard(0)]))]
+    )
+    return {"before": caught(case.rehearse)}
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("ranks")
@@ -246,3 +258,13 @@ def test_copies_of_all_ranks_must_fit_in_memory_together(seen: Seen) -> None:
         assert "training will wait for saves" in facts["tight"]
     assert ["training waits" in line for line in seen[1][0]["no_memory"]["said"]] == [True]
     assert seen[1][1]["no_memory"]["said"] == []
+
+
+@pytest.mark.slow
+def test_low_bit_state_is_refused_before_the_first_step(seen: Seen) -> None:
+    pytest.importorskip("torchao.optim")
+    for facts in (found["low_bit"] for found in seen[1]):
+        assert facts["before"] == (
+            "ConfigError: optimizer: AdamW8bit keeps low-bit state, which is not divided among processes "
+            "[use torch.optim.AdamW, or one process]"
+        )
