@@ -12,6 +12,9 @@ state, metrics and counters are compared bit for bit with those of an undisturbe
 - time: SIGKILL from outside after a random time;
 - stop: SIGTERM after a random time, which is no death: it saves, and leaves with 143.
 
+With --ranks N each run has N processes under the launcher, and one of them, by dice, dies in one of these ways; SIGTERM
+goes to one of them or to the launcher. The others must end by themselves within 30 s, whatever they wait for.
+
 With --sweep, instead of dice: one run of two steps is killed before each such call in turn, from its first to its last.
 
 Each process is forked from one that has imported everything, so that five hundred deaths take minutes. Dice depend on
@@ -41,6 +44,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import kill_ranks
 import torch
 from tqdm import tqdm
 
@@ -53,7 +57,7 @@ CONFIG = f"""
 model: {{path: m0, dtype: fp32}}
 data: {{train: train.jsonl, validation: validation.jsonl, max_length: 64}}
 batch_size: 2
-epochs: 2
+epochs: 4
 max_steps: {STEPS}
 validation_every_steps: 2
 checkpoint: {{save_every_steps: 1, keep_last: 2}}
@@ -62,6 +66,8 @@ schedule: {{name: cosine, warmup_steps: 2}}
 seed: 3
 device: cpu
 """
+BOUND_S = 30.0
+"""How long the other ranks and the launcher may take to end when one has died."""
 SETUPS: dict[str, list[str]] = {
     "full": ["full_finetune"],
     "lora": ["lora_finetune", "lora.dropout=0.3", "checkpoint.keep_last=1", "log_every_steps=3"],
@@ -83,6 +89,8 @@ class Plan:
     event: int = 0
     byte: int = 0
     after_s: float = 0.0
+    rank: int = 0
+    """Which of several processes; -1 is the launcher."""
 
 
 @dataclass
@@ -91,7 +99,8 @@ class Straight:
 
     end: dict[str, Any]
     seconds: float
-    events: int
+    events: list[int]
+    """Of each rank."""
 
 
 @dataclass
@@ -101,6 +110,8 @@ class Totals:
     ends: int = 0
     lost: list[str] = field(default_factory=list)
     unequal: list[str] = field(default_factory=list)
+    longest_s: float = 0.0
+    """From the death of a rank to the end of all."""
 
 
 def count_events(run_dir: Path, at: Callable[[int], None]) -> None:
@@ -127,15 +138,20 @@ def count_events(run_dir: Path, at: Callable[[int], None]) -> None:
 
         return watched
 
-    os.write, os.fsync = watch(os.write), watch(os.fsync)  # of which Python tells its hooks nothing
+    # Of these Python tells its hooks nothing.
+    os.write, os.pwrite, os.fsync = watch(os.write), watch(os.pwrite), watch(os.fsync)
 
 
 def die_at(plan: Plan, run_dir: Path) -> None:
     """Arms this process."""
 
+    def note() -> None:
+        run_dir.with_suffix(".death").write_text(str(time.time()))
+
     def at(number: int) -> None:
         if number != plan.event:
             return
+        note()
         if plan.kind == "event":
             os.kill(os.getpid(), signal.SIGKILL)
         # The write that goes beyond is cut there, and the next one is deadly.
@@ -144,10 +160,14 @@ def die_at(plan: Plan, run_dir: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
     if plan.kind in ("event", "write"):
         count_events(run_dir, at)
+    elif plan.kind == "time":
+        kill_ranks.die_later(signal.SIGKILL, plan.after_s, note)
+    elif plan.kind == "stop":
+        kill_ranks.die_later(signal.SIGTERM, plan.after_s, lambda: None)
 
 
-def attempt(words: list[str], run_dir: Path, plan: Plan, log: Path) -> int:
-    """One process, forked; its exit code, or minus the signal that it died of."""
+def attempt(words: list[str], run_dir: Path, plan: Plan, log: Path, ranks: int = 1) -> int:
+    """One process, forked, or a launcher of `ranks`; its exit code, or minus the signal that it died of."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -157,11 +177,16 @@ def attempt(words: list[str], run_dir: Path, plan: Plan, log: Path) -> int:
             descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
-            die_at(plan, run_dir)
-            code = main(words)
+            if ranks > 1:
+                code = kill_ranks.launch(
+                    words, ranks, lambda rank: die_at(plan, run_dir) if rank == plan.rank else None
+                )
+            else:
+                die_at(plan if plan.kind in ("event", "write") else Plan(), run_dir)
+                code = main(words)
         finally:
             os._exit(code)
-    if plan.kind in ("time", "stop"):
+    if plan.kind in ("time", "stop") and (ranks == 1 or plan.rank == -1):
         time.sleep(plan.after_s)
         os.kill(child, signal.SIGKILL if plan.kind == "time" else signal.SIGTERM)
     _, status = os.waitpid(child, 0)
@@ -211,10 +236,14 @@ def name_moment(run_dir: Path, lines: int) -> str:
 
 def roll(dice: random.Random, straight: Straight, left: float) -> Plan:
     """The next death; `left` is the share of the run that is still to do."""
+    ranks = len(straight.events)
     kind = dice.choices(["event", "write", "time", "stop"], [5, 3, 3, 1])[0]
-    event = dice.randint(1, max(20, int(straight.events * left)))
+    rank = dice.randrange(ranks)
+    event = dice.randint(1, max(20 if rank == 0 else 3, int(straight.events[rank] * left)))
+    if kind == "stop" and ranks > 1:
+        rank = dice.randint(-1, ranks - 1)
     byte = int(2 ** dice.uniform(0, 17.5))  # log.txt and metrics.jsonl are small, the weights 95 KiB
-    return Plan(kind, event, byte, dice.uniform(0, straight.seconds * (0.3 + 0.7 * left)))
+    return Plan(kind, event, byte, dice.uniform(0, straight.seconds * (0.3 + 0.7 * left)), rank)
 
 
 def next_words(dice: random.Random, first: list[str], run_dir: Path) -> list[str]:
@@ -231,8 +260,8 @@ def play(name: str, first: list[str], run_dir: Path, straight: Straight, dice: r
     for _ in range(dice.randint(2, 8)):
         plan = roll(dice, straight, 1 - max(saved, 0) / STEPS)
         lines = count_lines(run_dir)
-        code = attempt(words, run_dir, plan, log)
-        died = code in (-signal.SIGKILL, -signal.SIGXFSZ)
+        code = attempt(words, run_dir, plan, log, len(straight.events))
+        died = has_died(code, run_dir, plan, len(straight.events), totals)
         now = newest_whole(run_dir)
         moment = name_moment(run_dir, lines) if died else f"exit code {code}"
         if code not in (0, 143) and not died:
@@ -249,10 +278,25 @@ def play(name: str, first: list[str], run_dir: Path, straight: Straight, dice: r
     finish(name, words, run_dir, straight, totals)
 
 
+def has_died(code: int, run_dir: Path, plan: Plan, ranks: int, totals: Totals) -> bool:
+    """Whether the plan came true. With several ranks the launcher says so by its exit code, and in time."""
+    if ranks == 1:
+        return code in (-signal.SIGKILL, -signal.SIGXFSZ)
+    note = run_dir.with_suffix(".death")
+    if not note.exists():
+        return False
+    took_s = time.time() - float(note.read_text())
+    note.unlink()
+    totals.longest_s = max(totals.longest_s, took_s)
+    if took_s > BOUND_S:
+        totals.lost.append(f"{run_dir.name}: {plan}: the others took {took_s:.1f} s to end")
+    return code == 1
+
+
 def finish(name: str, words: list[str], run_dir: Path, straight: Straight, totals: Totals) -> None:
     """Lets a run end, and compares; where all is well, nothing stays of it."""
     log = run_dir.with_suffix(".log")
-    code = attempt(words, run_dir, Plan(), log)
+    code = attempt(words, run_dir, Plan(), log, len(straight.events))
     if code:
         totals.lost.append(f"{run_dir.name}: did not end: exit code {code}, see {log}")
         return
@@ -287,11 +331,13 @@ def sweep(folder: Path, totals: Totals) -> int:
     return number - 1
 
 
-def run_straight(first: list[str], run_dir: Path) -> Straight:
+def run_straight(first: list[str], run_dir: Path, ranks: int = 1) -> Straight:
     """The undisturbed run, in this process, so that what it imports is there for all that are forked; then a second one
     that counts."""
     code = main(first)
     assert code == 0, f"the undisturbed run ended with {code}"
+    if ranks > 1:
+        return run_ranks(first, run_dir, ranks)
     end = read_end(run_dir)
     counted = run_dir.with_name(f"{run_dir.name}-counted")
     reading, writing = os.pipe()
@@ -313,7 +359,33 @@ def run_straight(first: list[str], run_dir: Path) -> Straight:
     os.close(writing)
     events = int(os.read(reading, 100))
     os.waitpid(child, 0)
-    return Straight(end, time.perf_counter() - began, events)
+    return Straight(end, time.perf_counter() - began, [events])
+
+
+def run_ranks(first: list[str], run_dir: Path, ranks: int) -> Straight:
+    """The undisturbed run of several ranks, which counts as it goes."""
+    import torch.distributed.run  # noqa: F401  (for all that are forked)
+
+    began = time.perf_counter()
+    straight = run_dir.with_name(f"{run_dir.name}-ranks")
+    words = [word.replace(str(run_dir), str(straight)) for word in first]
+
+    def arm(rank: int) -> None:
+        file = os.open(run_dir.with_name(f"{run_dir.name}-events-{rank}"), os.O_WRONLY | os.O_CREAT)
+        write = os.pwrite  # what counts is not counted
+        count_events(straight, lambda number: write(file, str(number).encode(), 0) and None)
+
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = kill_ranks.launch(words, ranks, arm)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the undisturbed run of {ranks} ranks ended with {os.waitstatus_to_exitcode(status)}"
+    events = [int(run_dir.with_name(f"{run_dir.name}-events-{rank}").read_text()) for rank in range(ranks)]
+    return Straight(read_end(straight), time.perf_counter() - began, events)
 
 
 def prepare(folder: Path) -> Iterator[tuple[str, Callable[[Path], list[str]]]]:
@@ -327,19 +399,21 @@ def prepare(folder: Path) -> Iterator[tuple[str, Callable[[Path], list[str]]]]:
         yield name, lambda run_dir, fixed=fixed: [*fixed, f"output_dir={run_dir}"]
 
 
-def kill_runs(folder: Path, kills: int | None, seed: int) -> int:
+def kill_runs(folder: Path, kills: int | None, seed: int, ranks: int = 1) -> int:
     """`kills` None sweeps. Returns the exit code."""
     os.chdir(folder)
     torch.set_num_threads(1)
     began = time.perf_counter()
     totals = Totals()
-    number = sweep(folder, totals) if kills is None else roll_on(folder, kills, seed, totals)
+    number = sweep(folder, totals) if kills is None else roll_on(folder, kills, seed, totals, ranks)
     summary = {
         "seed": None if kills is None else seed,
         "deaths": sum(totals.deaths.values()),
         "by kind": dict(totals.deaths),
         "by moment": dict(totals.moments),
         "runs": number,
+        "ranks": ranks,
+        "longest end": round(totals.longest_s, 1),
         "equal": totals.ends - len(totals.unequal),
         "lost": totals.lost,
         "unequal": totals.unequal,
@@ -349,9 +423,11 @@ def kill_runs(folder: Path, kills: int | None, seed: int) -> int:
     return 1 if totals.lost or totals.unequal else 0
 
 
-def roll_on(folder: Path, kills: int, seed: int, totals: Totals) -> int:
+def roll_on(folder: Path, kills: int, seed: int, totals: Totals, ranks: int) -> int:
     """Plays runs until so many processes have died; how many runs that were."""
-    setups = [(name, words, run_straight(words(folder / name), folder / name)) for name, words in prepare(folder)]
+    setups = [
+        (name, words, run_straight(words(folder / name), folder / name, ranks)) for name, words in prepare(folder)
+    ]
     number = 0
     while sum(totals.deaths.values()) < kills:
         name, words, straight = setups[number % len(setups)]
@@ -367,12 +443,13 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=20250)
     parser.add_argument("--folder", type=Path, help="where the runs live, and stay where something is wrong")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each run")
     parser.add_argument("--sweep", action="store_true", help="die before every event of one run, in turn")
     options = parser.parse_args()
     kills = None if options.sweep else options.kills
     if options.folder:
         options.folder.mkdir(parents=True)
-        sys.exit(kill_runs(options.folder.absolute(), kills, options.seed))
+        sys.exit(kill_runs(options.folder.absolute(), kills, options.seed, options.ranks))
     # In memory where there is such a place: a kill does not ask whether the disk has it, and syncing takes long.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as temporary:
-        sys.exit(kill_runs(Path(temporary), kills, options.seed))
+        sys.exit(kill_runs(Path(temporary), kills, options.seed, options.ranks))
