@@ -70,12 +70,22 @@ def apply(model: Any, mesh: DeviceMesh) -> None:
     group.head(model.lm_head)
     model.register_forward_hook(lambda _module, _inputs, logits_BTV: logits_BTV.full_tensor())
     model.cached_heads = max(model.config.num_key_value_heads // mesh.size(), 1)
+    model.compile_blocks = _refuse_compiling
     if strangers := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
         raise ConfigError(
             f"no rule says how to split {', '.join(strangers[:3])} of {model.config.model_type}",
             where="parallel.tensor",
             hint="use parallel.tensor=1; parallel.shard divides any model",
         )
+
+
+def _refuse_compiling(**_options: Any) -> None:
+    raise ConfigError(
+        "is true, but a block that is split over ranks shares no compiled code with the other blocks: torch would make "
+        "it anew for each, and gives up after eight",
+        where="compile",
+        hint="use compile=false with parallel.tensor above 1, or parallel.shard, which compiles",
+    )
 
 
 def check(config: Any, size: int) -> None:
