@@ -13,6 +13,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -154,6 +155,16 @@ def _leads_out(dotted: str, module: str, where: str) -> ConfigError:
     )
 
 
+def _find_here(name: str) -> None:
+    """Lets a package that only --allow-target can name be one in the current directory, as with `python -m`."""
+    ours = {_top(package) for packages in ALLOWED.values() for package in packages}
+    here = Path.cwd()
+    stands_here = (here / f"{name}.py").is_file() or (here / name / "__init__.py").is_file()
+    if stands_here and name not in ours and str(here) not in sys.path and not _is_module(name):
+        sys.path.append(str(here))
+        importlib.invalidate_caches()
+
+
 def _is_module(name: str) -> bool:
     try:
         return name in sys.modules or importlib.util.find_spec(name) is not None
@@ -162,6 +173,7 @@ def _is_module(name: str) -> bool:
 
 
 def _import(name: str, dotted: str, where: str) -> ModuleType:
+    _find_here(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from optune import data
-from optune.data.formats import FORMATS, Chat, RowError, Segments, SkippedRow, Tokens, detect_format
+from optune.data.formats import FORMATS, Chat, Pair, RowError, Segments, SkippedRow, Tokens, detect_format
 from optune.errors import DataError
 from tests import fixtures
 from tests.data.chat_templates import load_ours
@@ -82,6 +82,13 @@ FIXTURES: dict[str, list[tuple[dict[str, Any], Any]]] = {
             ),
         ),
     ],
+    "preference": [
+        (
+            {"prompt": "w1", "chosen": [ANSWER], "rejected": [say("assistant", "w3")], "score_chosen": 1},
+            Pair([QUESTION], [ANSWER], [say("assistant", "w3")]),
+        ),
+        ({"prompt": "w1", "chosen": " w2", "rejected": " w3"}, Pair("w1", " w2", " w3")),
+    ],
     "alpaca": [
         ({"instruction": "w1", "output": "w2"}, Chat([QUESTION, ANSWER])),
         (
@@ -92,6 +99,10 @@ FIXTURES: dict[str, list[tuple[dict[str, Any], Any]]] = {
     "completion": [
         ({"prompt": "w1", "completion": " w2"}, Segments((("w1", False), (" w2", True)))),
         ({"prompt": "", "completion": "w2"}, Segments((("", False), ("w2", True)))),
+        (
+            {"prompt": [ANSWER, QUESTION], "completion": [ANSWER], "tools": []},
+            Chat([ANSWER | {"weight": 0}, QUESTION, ANSWER]),
+        ),
     ],
     "text": [({"text": " w1\n"}, Segments(((" w1\n", True),))), ({"text": "w1", "id": 4}, Segments((("w1", True),)))],
     "tokens": [
@@ -111,7 +122,29 @@ def test_format_reads_its_rows_and_is_detected(name: str) -> None:
 
 
 def test_every_format_has_a_fixture() -> None:
-    assert set(FIXTURES) | {"preference"} == set(FORMATS)
+    assert set(FIXTURES) == set(FORMATS)
+
+
+def test_older_and_other_spellings_are_read_as_the_newer_ones() -> None:
+    call = {"role": "assistant", "content": None, "function_call": CALL | {"arguments": '{"a": [1]}'}}
+    old = chat(QUESTION, call, {"role": "function", "name": "f", "content": "3"}, ANSWER, functions=[{"name": "f"}])
+    assert read(old) == Chat(
+        [
+            QUESTION,
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]},
+            {"role": "tool", "name": "f", "content": "3"},
+            ANSWER,
+        ],
+        [{"type": "function", "function": {"name": "f"}}],
+    )
+    turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    assert read({"conversations": turns}) == Chat([QUESTION, ANSWER])
+    two = [{"from": "human", "value": "w1"}, {"from": "function_call", "value": json.dumps([CALL, CALL]), "weight": 0}]
+    calls = [{"type": "function", "function": CALL}] * 2
+    assert read({"conversations": two}).messages[1] == {"role": "assistant", "tool_calls": calls, "weight": 0}
+    # A list in a cell of a table is JSON text.
+    assert read({"messages": json.dumps([QUESTION, ANSWER])}) == Chat([QUESTION, ANSWER])
+    assert read({"input_ids": "[3, 4]", "labels": "[-100, 4]"}) == Tokens([3, 4], [False, True])
 
 
 @pytest.mark.parametrize(
