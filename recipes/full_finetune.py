@@ -88,6 +88,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         resume_from = processes.on_main(checkpoint.resolve, cfg.resume, cfg.output_dir)
         source = processes.in_turn(models.resolve, cfg.model.path)
         config = models.check(source)
+        distributed.check_model(config, processes.layout, compiles=cfg.compile)
         model = models.outline(config).to(models.DTYPES[cfg.model.dtype])  # names and shapes, no memory
         optim.try_optimizer(model, **optimizer_settings, device=processes.device)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from optune.distributed.layout import Layout
 from optune.distributed.processes import Processes
 
 
@@ -30,6 +31,14 @@ def spread(model: Any, processes: Processes) -> None:
     if layout.data_size == 1:
         return
     _shard(model, mesh["shard"] if layout.replicate == 1 else mesh["replicate", "shard"])
+
+
+def check_model(config: Any, layout: Layout, *, compiles: bool) -> None:
+    """Raises ConfigError where a decoder of the shape `config` cannot be divided so, before anything is loaded."""
+    if layout.tensor > 1:
+        from optune.distributed import tensor_parallel
+
+        tensor_parallel.check(config, layout.tensor, compiles=compiles)
 
 
 def _shard(model: Any, mesh: Any) -> None:

@@ -56,9 +56,9 @@ def apply(model: Any, mesh: DeviceMesh) -> None:
 
     Raises ConfigError where the model cannot be split (see `check`), or has a parameter that no rule above places.
     """
-    check(model.config, mesh.size())
     if mesh.size() == 1:
         return
+    check(model.config, mesh.size())
     group = _Group(mesh, model.config)
     group.embedding(model.model.embed_tokens)
     for block in model.blocks:
@@ -84,12 +84,17 @@ def _refuse_compiling(**_options: Any) -> None:
         "is true, but a block that is split over ranks shares no compiled code with the other blocks: torch would make "
         "it anew for each, and gives up after eight",
         where="compile",
-        hint="use compile=false with parallel.tensor above 1, or parallel.shard, which compiles",
+        hint="use compile=false with parallel.tensor above 1",
     )
 
 
-def check(config: Any, size: int) -> None:
-    """Raises ConfigError with every number of `config` that cannot be split over `size` ranks."""
+def check(config: Any, size: int, *, compiles: bool = False) -> None:
+    """Raises ConfigError with every number of `config` that cannot be split over `size` ranks, and where blocks that
+    are split shall be compiled."""
+    if size == 1:
+        return
+    if compiles:
+        _refuse_compiling()
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     problems = []
     if heads % size:
@@ -154,7 +159,8 @@ class _Group:
     def final_norm(self, module: Any) -> None:
         self.norm(module)
         by_parts = module.forward
-        module.forward = lambda hidden_BTD: _gather(by_parts(hidden_BTD))
+        # A copy, because FSDP2 hangs its hooks on what a forward pass returns, and a view may lose them.
+        module.forward = lambda hidden_BTD: _gather(by_parts(hidden_BTD)).clone()
 
     def embedding(self, module: Any) -> None:
         self._place(module, {"weight": _ROWS})
