@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,8 @@ def count_lengths(lengths: np.ndarray) -> Lengths:
         first, last = (shortest - 1).bit_length(), (longest - 1).bit_length()
         edges = [2**power if power >= 0 else 0 for power in range(first - 1, last + 1)]
     else:
-        width = _round_up((longest - shortest + 1) / 8)
+        bars = min(8, math.ceil(2 * math.sqrt(len(values))))  # a few rows fill a few bars
+        width = _round_up((longest - shortest + 1) / bars)
         start = (shortest - 1) // width * width
         edges = list(range(start, longest + width, width))
     counts = np.histogram(values, np.array(edges) + 0.5)[0]
