@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
@@ -162,24 +163,37 @@ def start(
         torch.cuda.set_device(found)
     # Counts and flags go over gloo also beside GPUs: they must not wait for what is queued there.
     backend = "gloo" if found.type == "cpu" else "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=timeout_s)
     is_ours = not torch.distributed.is_initialized()  # a program that joined by itself keeps its group
     if is_ours:
-        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        torch.distributed.init_process_group(backend, timeout=timeout)
     try:
-        file_timeout = timedelta(seconds=max(timeout_s, FILE_TIMEOUT_S))
-        file_group = cast(Any, torch.distributed.new_group(backend="gloo", timeout=file_timeout))
-        yield Processes(found, rank, world_size, layout, make_mesh(found, layout), local_rank, file_group)
+        file_timeout = max(timeout, timedelta(seconds=FILE_TIMEOUT_S))
+        file_group = torch.distributed.new_group(backend="gloo" if is_ours else None, timeout=file_timeout)
+        mesh = make_mesh(found, layout, timeout)
+        yield Processes(found, rank, world_size, layout, mesh, local_rank, cast(Any, file_group))
     finally:
         if is_ours:
             torch.distributed.destroy_process_group()
 
 
-def make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
-    """The mesh of `layout`, with the dimensions `replicate`, `shard` and `tensor`."""
-    from torch.distributed.device_mesh import init_device_mesh
+def make_mesh(device: torch.device, layout: Layout, timeout: timedelta) -> DeviceMesh:
+    """The mesh of `layout`, with the dimensions `replicate`, `shard` and `tensor`.
 
-    shape = (layout.replicate, layout.shard, layout.tensor)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    Each process makes the groups that it is in, and no others: so it takes as long with a thousand as with two.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    everybody: Any = torch.distributed.group.WORLD
+    ranks = torch.arange(everybody.size()).view(layout.replicate, layout.shard, layout.tensor)
+    own = (ranks == torch.distributed.get_rank()).nonzero()[0].tolist()
+    groups: list[Any] = []
+    for axis in range(ranks.ndim):
+        place = tuple(slice(None) if other == axis else index for other, index in enumerate(own))
+        members = ranks[place].tolist()
+        new = partial(torch.distributed.new_group, members, timeout, use_local_synchronization=True)
+        groups.append(everybody if len(members) == everybody.size() else new())
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard", "tensor"))
 
 
 def _sum_in_place(gradient: Tensor) -> Tensor:

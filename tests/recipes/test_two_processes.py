@@ -174,11 +174,11 @@ def resume_on(folder: Path, words: list[str]) -> None:
 def test_a_run_goes_on_with_another_number_of_processes(config: Path, alone: Any, tmp_path: Path) -> None:
     """A33 and A35 with two processes: stopped after a step, resumed on two, then on one."""
     words = [*SHARED["clipped"], *STEPPERS["hold"][1]]
-    several = run("full_finetune", config, tmp_path / "run", *words, "batch_size=4", "max_steps=1")
-    run_ranks(resume_on, 2, several.folder, ["batch_size=2", "max_steps=2", "parallel.replicate=2"])
+    several = run("full_finetune", config, tmp_path / "run", *words, "batch_size=4", "max_steps=2", "epochs=2")
+    run_ranks(resume_on, 2, several.folder, ["batch_size=2", "max_steps=3", "parallel.replicate=2"])
     run_ranks(resume_on, 2, several.folder, ["batch_size=2", "max_steps=null", "parallel.replicate=1"])
-    one = run("full_finetune", config, tmp_path / "one", *words, "batch_size=4", "max_steps=1")
-    for max_steps in ("2", "null"):
+    one = run("full_finetune", config, tmp_path / "one", *words, "batch_size=4", "max_steps=2", "epochs=2")
+    for max_steps in ("3", "null"):
         assert main(["resume", str(one.folder), f"max_steps={max_steps}"]) == 0
     assert_same_run(several, one, "resumed")
     notes = (several.folder / "log.txt").read_text()
