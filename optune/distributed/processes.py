@@ -177,7 +177,7 @@ def start(
             torch.distributed.destroy_process_group()
 
 
-def make_mesh(device: torch.device, layout: Layout, timeout: timedelta) -> DeviceMesh:
+def make_mesh(device: torch.device, layout: Layout, timeout: timedelta | None = None) -> DeviceMesh:
     """The mesh of `layout`, with the dimensions `replicate`, `shard` and `tensor`.
 
     Each process makes the groups that it is in, and no others: so it takes as long with a thousand as with two.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,9 @@ def check_model(config: Any, layout: Layout, *, compiles: bool) -> None:
 
 def _shard(model: Any, mesh: Any) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    # The hidden states of a split model are a view of what was gathered. Nothing here changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
 
     is_low = any(parameter.element_size() < 4 for parameter in model.parameters() if parameter.requires_grad)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_low else None)
