@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from optune.data.encoder import TRAIN_ON, RowEncoder
 from optune.data.encoding import TrainOn
 from tests.data.chat_templates import FAMILIES, load_ours
-from tests.data.slow_reference import HIDE_CONTENT, MARKER, reference
+from tests.data.slow_reference import HIDE_CONTENT, MARKER, encode, reference
 from tests.data.test_template import TOOLS
 
 MARKERS = ["<|im_end|>", "<|im_start|>", "</s>", "[INST]", "<|eot_id|>\n", "<|User|>", "<end_of_turn>", "<|end|>"]
@@ -153,3 +153,19 @@ def test_every_other_form_of_a_conversation_becomes_the_same(name: str, pick: st
         row = {"instruction": said[-2], "output": said[-1], "history": history}
         row |= {"system": bare[0]["content"]} if bare[0]["role"] == "system" else {}
         check(name, row, [reference(name, bare)])
+
+
+@given(pieces=st.tuples(_WORDS, _SAID), is_text=st.booleans(), train_all=st.booleans())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_texts_and_completions_become_what_the_slow_reference_says(
+    pieces: tuple[str, str], is_text: bool, train_all: bool
+) -> None:
+    """Markers in them are text; the end token behind them is the only control token, and is trained."""
+    text = "".join(pieces)
+    ids, offsets = encode(text, MARKER.sub(lambda match: "\ue0ff" + match[0][1:], text))
+    start = 0 if is_text or train_all else len(pieces[0])
+    weights = [float(end > start) for _, end in offsets]
+    row = {"text": text} if is_text else {"prompt": pieces[0], "completion": pieces[1]}
+    end = load_ours("smollm2").token_to_id("<|im_end|>")
+    expected = ([*ids, end], [0.0, *weights[1:], 1.0])
+    check("smollm2", row, [expected], "all" if train_all else "assistant")
