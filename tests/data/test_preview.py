@@ -74,6 +74,13 @@ def test_pieces_join_to_the_decoded_text(name: str, text: str, request: pytest.F
     assert len(pieces) == len(ids)
 
 
+def batch(rows: data.Rows, **options: Any) -> data.Batches:
+    defaults: dict[str, Any] = {"batch_size": 2, "pad_id": 2}
+    batches = data.build_batches(rows, **(defaults | options))
+    assert isinstance(batches, data.Batches)
+    return batches
+
+
 def test_the_last_token_of_a_character_has_it(tiny: data.Tokenizer) -> None:
     ids = tiny.encode("a🙂b")
     assert len(ids) == 6
@@ -87,9 +94,7 @@ def test_the_last_token_of_a_character_has_it(tiny: data.Tokenizer) -> None:
 @pytest.mark.parametrize("weights", [False, True])
 def test_units_are_the_tensors_of_the_microbatches(t0: data.Tokenizer, options: dict[str, Any], weights: bool) -> None:
     rows = make_rows([5, 3, 9, 2, 7, 4, 4, 3], weights=weights)
-    batches = data.build_batches(
-        rows, batch_size=2, gradient_accumulation_steps=2, max_length=14, pad_id=2, seed=3, **options
-    )
+    batches = batch(rows, gradient_accumulation_steps=2, max_length=14, seed=3, **options)
     seen = []
     for step in range(batches.steps_per_epoch):
         units = list(preview.show_step(batches, t0, step + 1))
@@ -125,7 +130,7 @@ def test_units_are_the_tensors_of_the_microbatches(t0: data.Tokenizer, options: 
 def test_a_row_is_found_wherever_a_shuffled_pack_has_it(t0: data.Tokenizer) -> None:
     rows = make_rows([5, 3, 9, 2, 7, 4, 4, 3])
     for packing in (False, True):
-        batches = data.build_batches(rows, batch_size=2, packing=packing, max_length=14, pad_id=2, world_size=2)
+        batches = batch(rows, packing=packing, max_length=14, world_size=2)
         for index in range(len(rows)):
             unit = preview.show_row(batches, t0, index)
             assert (unit.rows, unit.ids) == ([rows[index].where], rows[index].tokens.tolist())
@@ -136,7 +141,7 @@ def test_a_row_is_found_wherever_a_shuffled_pack_has_it(t0: data.Tokenizer) -> N
 
 
 def test_the_first_units_are_those_of_the_first_steps(t0: data.Tokenizer) -> None:
-    batches = data.build_batches(make_rows([5, 3, 9, 2, 7]), batch_size=2, pad_id=2)
+    batches = batch(make_rows([5, 3, 9, 2, 7]))
     shown = preview.show_first(batches, t0, 4)
     order = [name for step in range(2) for microbatch in batches.microbatches(step) for name in microbatch.rows]
     assert [unit.rows[0] for unit in shown] == order
@@ -165,7 +170,7 @@ def test_every_row_is_counted_once_in_its_bar(lengths: list[int]) -> None:
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_share_of_padding_is_that_of_an_epoch(packing: bool) -> None:
     rows = make_rows([5, 3, 9, 2, 7, 4, 4, 3])
-    batches = data.build_batches(rows, batch_size=3, packing=packing, max_length=14, pad_id=2)
+    batches = batch(rows, batch_size=3, packing=packing, max_length=14)
     fed = [microbatch for step in range(batches.steps_per_epoch) for microbatch in batches.microbatches(step)]
     positions = sum(math.prod(microbatch.tokens_BT.shape) for microbatch in fed)
     assert padding_share(batches) == pytest.approx(1 - sum(microbatch.num_tokens for microbatch in fed) / positions)
