@@ -90,7 +90,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         config = models.check(source)
         distributed.check_model(config, processes.layout, compiles=cfg.compile)
         model = models.outline(config).to(models.DTYPES[cfg.model.dtype])  # names and shapes, no memory
-        optim.try_optimizer(model, **optimizer_settings, device=processes.device)
+        optim.try_optimizer(model, **optimizer_settings, device=processes.device, mesh=processes.parameter_mesh)
 
         tokenizer, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
         total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)

@@ -69,6 +69,11 @@ class Processes:
         return self.layout.describe() if self.world_size > 1 else None
 
     @property
+    def parameter_mesh(self) -> DeviceMesh | None:
+        """What parameters are spread over; None where each process holds them whole."""
+        return None if self.layout.keep_whole else self.mesh
+
+    @property
     def reduce(self) -> Callable[[Tensor], Tensor] | None:
         """Sums a gradient over all replicas, in place, where parameters are kept whole; else None: sharding does it."""
         return _sum_in_place if self.world_size > 1 and self.layout.keep_whole else None

@@ -17,6 +17,7 @@ from optune.optim.buckets import make_buckets, make_entries
 from optune.optim.groups import divide_parameters
 from optune.optim.immediate import ImmediateStepper
 from optune.optim.in_backward import InBackwardStepper, refuse_plain_ddp
+from optune.optim.kinds import is_sharded
 from optune.optim.masters import make_master, needs_master
 from optune.optim.stash.choose import make_stash
 from optune.optim.stepper import SkipCounter, Stepper
@@ -25,6 +26,8 @@ from optune.optim.update import Update
 
 IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 """Settings that say how a step is computed. They belong to this run, not to the checkpoint that it resumes from."""
+FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
+"""What torch 2.13 can step fused where parameters are sharded."""
 MODES = ("after_backward", "in_backward", "immediate")
 
 
@@ -72,7 +75,10 @@ def build_optimizer(
         for name, parameter in trained
     }
     optimizer = _construct(
-        factory, settings, [group | {"params": [held[n] for n in group["params"]]} for group in groups]
+        factory,
+        settings,
+        [group | {"params": [held[n] for n in group["params"]]} for group in groups],
+        is_spread=any(map(is_sharded, held.values())),
     )
     check_no_closure(optimizer)
     for group, chosen in zip(optimizer.param_groups, groups, strict=True):
@@ -180,10 +186,10 @@ def _raise_unknown(key: str, accepted: Iterable[str], where: str, name: str) -> 
 
 
 def _construct(
-    factory: Callable[..., Optimizer], settings: Mapping[str, Any], groups: list[dict[str, Any]]
+    factory: Callable[..., Optimizer], settings: Mapping[str, Any], groups: list[dict[str, Any]], *, is_spread: bool
 ) -> Optimizer:
     attempts = [dict(settings)]
-    if _may_fuse(factory, [settings, *groups]):
+    if _may_fuse(factory, [settings, *groups]) and (not is_spread or factory in FUSED_ON_SHARDS):
         attempts.insert(0, {**settings, "fused": True})
     for attempt in attempts:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from optune.errors import ConfigError
 from optune.optim.build import build_optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 TRIAL_SIZE = 8
 """Dimensions of the stand-ins are cut to this."""
@@ -24,18 +27,26 @@ def try_optimizer(
     parameter_groups: Sequence[Mapping[str, Any]] = (),
     master_weights: str = "none",
     device: torch.device | str = "cpu",
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Builds the optimizer on small stand-ins of the parameters that `outline` trains, and takes one step.
 
-    `outline` has the names, ranks and dtypes of the model to come, and may lie on the meta device. What only a step
-    finds out is found here: `capturable` on the CPU, an optimizer that wants sparse gradients. Raises `ConfigError` as
-    `build_optimizer` does, and for whatever goes wrong in the step.
+    `outline` has the names, ranks and dtypes of the model to come, and may lie on the meta device; `mesh` is what its
+    parameters will be spread over. What only a step finds out is found here: `capturable` on the CPU, an optimizer that
+    wants sparse gradients or cannot step shards. Raises `ConfigError` as `build_optimizer` does, and for whatever goes
+    wrong in the step.
     """
-    stand_ins = [
-        (name, nn.Parameter(torch.zeros([min(size, TRIAL_SIZE) for size in p.shape], dtype=p.dtype, device=device)))
-        for name, p in outline.named_parameters()
-        if p.requires_grad
+    trained = [(name, parameter) for name, parameter in outline.named_parameters() if parameter.requires_grad]
+    values = [
+        torch.zeros([min(size, TRIAL_SIZE) for size in parameter.shape], dtype=parameter.dtype, device=device)
+        for _, parameter in trained
     ]
+    if mesh is not None:
+        from torch.distributed.tensor import DTensor, Shard
+
+        by_rows = [Shard(0)] * mesh.ndim
+        values = [DTensor.from_local(each, mesh, by_rows, run_check=False) for each in values]
+    stand_ins = [(name, nn.Parameter(each)) for (name, _), each in zip(trained, values, strict=True)]
     optimizer = build_optimizer(
         stand_ins, factory=factory, settings=settings, parameter_groups=parameter_groups, master_weights=master_weights
     )
