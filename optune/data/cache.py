@@ -102,7 +102,7 @@ class RowCache:
         return rows, entry["counts"]
 
     def _discard(self, folder: Path, why: str) -> None:
-        say_once(f"the prepared rows in {folder} are damaged ({why}): preparing them again")
+        say_once(f"warning: the prepared rows in {folder} are damaged ({why}): preparing them again")
         with _forgiving():
             files.remove_tree(folder)
 
@@ -171,7 +171,7 @@ class RowCache:
     def _give_up(self, error: OSError) -> None:
         self._is_usable = False
         say_once(
-            f"prepared rows cannot be kept in {self._folder} ({error.strerror or error}): going on without "
+            f"warning: prepared rows cannot be kept in {self._folder} ({error.strerror or error}): going on without "
             "(data.cache names another folder, null turns this off)"
         )
 
@@ -248,5 +248,5 @@ def _forgiving() -> Iterator[None]:
 
 @cache
 def say_once(text: str) -> None:
-    """A warning on stderr; the same one once a process."""
-    sys.stderr.write(f"warning: {text}\n")
+    """A line on stderr; the same one once a process."""
+    sys.stderr.write(f"{text}\n")

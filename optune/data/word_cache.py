@@ -124,8 +124,11 @@ class WordCache:
             ids = list(map(known, words))
             if None in ids:
                 # Between words that are known there is no white space but the one at which they are cut.
-                words = _join_blanks(words)
-                new.update((word, None) for word in words if word not in self._ids)
+                unknown = [word for word, found in zip(words, ids, strict=True) if found is None]
+                if any(map(_is_blank_edged, unknown)):
+                    words = _join_blanks(words)
+                    unknown = [word for word in words if word not in self._ids]
+                new.update(dict.fromkeys(unknown))
                 ids = []
             stretches.append((start, words, ids))
             start += len(piece)
@@ -186,6 +189,13 @@ def _text_of(word: str) -> str:
     """A word as it stands in its text, with the space in front of it."""
     text = word[1:] if word[0] == " " else f" {word}"
     return text[:-1] if word[-1] == " " else text
+
+
+def _is_blank_edged(word: str) -> bool:
+    """Whether white space may stand at a cut beside the word, apart from the space that marks a first or last one."""
+    if not word.strip():
+        return True
+    return (word[0] != " " and word[0].isspace()) or (word[-1] != " " and word[-1].isspace())
 
 
 def _join_blanks(words: list[str]) -> list[str]:
