@@ -106,6 +106,7 @@ def run_validate(rows: Path, model: Path, work: Path, mask: bool) -> dict[str, f
 
 
 CONTESTANTS = {"optune": run_optune, "reference": run_reference, "warm": run_optune, "validate": run_validate}
+"""In the order of their turns: `warm` and `validate` find the rows that `optune` has kept."""
 
 
 def measure(name: str, rows: Path, model: Path, work: Path, mask: bool) -> dict[str, float]:
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--mask", action="store_true", help="the reference marks the answers too")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--be", choices=sorted(CONTESTANTS), help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
@@ -137,23 +139,27 @@ def main() -> None:
         print(json.dumps(said))
         return
     with tempfile.TemporaryDirectory() as folder:
-        compare(arguments.model.resolve(), Path(folder), arguments.rows, arguments.repeat, arguments.mask)
+        compare(
+            arguments.model.resolve(), Path(folder), arguments.only, arguments.rows, arguments.repeat, arguments.mask
+        )
 
 
-def compare(model: Path, folder: Path, count: int, repeat: int, mask: bool) -> None:
+def compare(model: Path, folder: Path, names: list[str], count: int, repeat: int, mask: bool) -> None:
     rows = folder / "chats.jsonl"
     write_chats(rows, count, model)
     print(f"{count:,} chats, {rows.stat().st_size / 2**20:.0f} MiB, load {os.getloadavg()[0]:.1f}", flush=True)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for turn in range(repeat):
         work = folder / str(turn)
         work.mkdir()
-        for name in CONTESTANTS:
+        for name in names:
             found[name].append(measure(name, rows, model, work, mask))
             print(name, {key: round(value, 2) for key, value in found[name][-1].items()}, flush=True)
     middle = {
         name: {key: statistics.median(one[key] for one in turns) for key in turns[0]} for name, turns in found.items()
     }
+    if not {"optune", "reference"} <= middle.keys():
+        return
     if middle["optune"]["tokens"] != middle["reference"]["tokens"]:
         raise SystemExit("the contestants made different tokens")
     for key in ("wall_s", "cpu_s"):
