@@ -64,11 +64,14 @@ def _show_counts(batches: Batches, tokenizer: Tokenizer, tokens: TokenText) -> R
     ends = ", ".join(
         f"{tokens.visible(tokenizer.decode([i]), breaks=False)} ({i})" for i in sorted(tokenizer.end_ids())
     )
-    unit = "row" if batches.packs is None else "pack"
+    unit, mixture = batches.unit, batches.rows.mixture
     facts = {
         "trained": f"{report.targets:,} of {report.tokens:,} tokens ({share:.1%})",
         "template": shorten(tokenizer.template_name) if tokenizer.template_name else "none",
         "ends": f"{ends}, after an answer" if ends else "",
+        "epoch": f"{mixture.size:,} rows, {batches.tokens():,} tokens, by the weights of the files"
+        if mixture is not None and not mixture.is_plain
+        else "",
         "steps": f"{batches.steps_per_epoch:,} an epoch, of {batches.units_per_step:,} {unit}s",
         "packs": "" if unit == "row" else f"{batches.units:,} of {batches.max_length} tokens, {batches.fill:.1%} full",
         "padding": f"{summary.padding_share(batches):.1%} of the positions that an epoch feeds",

@@ -149,6 +149,15 @@ def test_what_cannot_be_shown_is_refused_in_one_line(place: Place, words: tuple[
     assert place.listing().count("out") == 0
 
 
+def test_files_with_weights_say_how_many_rows_an_epoch_has(place: Place) -> None:
+    shown = show(place, "data.train=[{path: train.jsonl, weight: 1.5}]", "--rows", "0")
+    document = place.preview("data.train=[{path: train.jsonl, weight: 1.5}]")
+    assert (document["rows"]["kept"], document["batches"]["units"], len(document["units"])) == (6, 9, 9)
+    tokens = sum(unit["padding"].count(False) for unit in document["units"])
+    assert re.search(rf"^epoch +9 rows, {tokens} tokens, by the weights of the files$", shown, flags=re.M)
+    assert "by the weights" not in show(place, "--rows", "0")
+
+
 def test_a_stream_shows_its_first_window(place: Place) -> None:
     place.write(fixtures.numbered_rows(9))
     stream = ("data.streaming=true", "data.shuffle=true", "data.shuffle_window=6", "max_steps=4", "batch_size=2")
