@@ -47,6 +47,8 @@ def build_batches(
     """Batches over `rows`, without end: after an epoch comes the next, with an order of its own where `shuffle`.
     Rows that are streamed make a `StreamedBatches`.
 
+    Pairs (see `load_pairs`) stay side by side in a microbatch; `batch_size` counts their rows.
+
     `max_length` is the length of a pack and only needed with `packing`. Sequences are padded on the right with `pad_id`
     to the longest of their microbatch, and on to a multiple of `pad_to_multiple`. With `group_by_length`, rows of
     similar length share a step (see `grouping.py`); the steps stay in random order. Raises DataError for no rows, for a
@@ -71,6 +73,8 @@ def build_batches(
         )
     if not len(rows):
         raise DataError("there are no rows to make batches of")
+    if rows.together > 1:
+        _check_pairs(batch_size, packing=packing, group_by_length=group_by_length)
     packs = None
     if packing:
         assert max_length is not None
@@ -111,6 +115,16 @@ def _check_grouping(*, shuffle: bool, packing: bool, is_streamed: bool) -> None:
     ):
         if is_wrong:
             raise DataError(f"rows cannot be grouped: {why}", where="data.group_by_length", hint=hint)
+
+
+def _check_pairs(batch_size: int, *, packing: bool, group_by_length: bool) -> None:
+    for is_wrong, where, why in (
+        (batch_size % 2 == 1, "batch_size", f"counts rows, and {batch_size} of them would part a pair"),
+        (packing, "data.packing", "would part the pairs"),
+        (group_by_length, "data.group_by_length", "would part the pairs"),
+    ):
+        if is_wrong:
+            raise DataError(f"{why}: a chosen and a rejected answer are trained together", where=where)
 
 
 def build_validation_batches(
@@ -274,6 +288,8 @@ class Batches:
         }
         if self.group_by_length:
             options |= {"group_by_length": True}
+        if self.rows.together > 1:
+            options |= {"together": self.rows.together}
         if self.rows.mixture is not None and not self.rows.mixture.is_plain:
             options |= {"counts": self.rows.mixture.counts, "weights": self.rows.mixture.weights, "seed": self.seed}
         return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
@@ -285,7 +301,7 @@ class Batches:
             while len(self._orders) > 1:
                 self._orders.pop(next(iter(self._orders)))
             rows = self._rows_of_epoch(epoch)
-            order = permute(len(rows), self.seed, epoch) if self.shuffle else np.arange(len(rows))
+            order = self._shuffle(len(rows), epoch) if self.shuffle else np.arange(len(rows))
             if self.group_by_length:
                 steps = permute(len(rows) // self.units_per_step, self.seed, epoch, stream=3)
                 order = group_steps(self.rows.lengths[rows], order, self.units_per_step, steps)
@@ -296,6 +312,12 @@ class Batches:
                 packs = group_packs(self.rows.lengths[rows], self.packs, order, pack_order)
                 self._orders[epoch] = [rows[pack] for pack in packs]
         return self._orders[epoch]
+
+    def _shuffle(self, count: int, epoch: int) -> np.ndarray:
+        """A random order in which rows that belong together stay neighbours."""
+        together = self.rows.together
+        firsts = permute(count // together, self.seed, epoch)
+        return (firsts[:, None] * together + np.arange(together)).ravel()
 
     def _rows_of_epoch(self, epoch: int) -> np.ndarray:
         """The rows of an epoch in the order of the files."""

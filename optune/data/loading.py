@@ -106,7 +106,7 @@ def load_pairs(
 
     Each row is the prompt and one answer, rendered and encoded as one whole, and the answer alone has targets. Options
     and errors are those of `load_rows`; `format` is `preference` or a function that gives pairs. A pair of which one
-    row is left out is left out whole; the report counts pairs.
+    row is left out is left out whole; the report counts pairs. `build_batches` keeps both rows of a pair together.
     """
     encoder = RowEncoder(tokenizer, max_length, truncation, "assistant", parse_special, embedding_rows, pairs=True)
     sources = list_sources(train)
@@ -115,6 +115,7 @@ def load_pairs(
     format = "preference" if format == "auto" else format
     rows, _ = _prepare(encoder, sources, format, cache)
     rows.report.kept = len(rows) // 2
+    rows.together = 2
     return rows
 
 

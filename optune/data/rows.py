@@ -181,7 +181,8 @@ class Rows(Sequence[Row]):
 
     The content is one array of tokens and one of flags for all rows, which can be hashed, stored and mapped as they
     are: `tokens` int32, `trained` bool and `weights` float32 or None, row i standing at `starts[i]` to `starts[i + 1]`.
-    `mixture`: how often an epoch has them, None for once. `places`: where each row is.
+    `mixture`: how often an epoch has them, None for once. `together`: so many rows belong together, 2 in pairs.
+    `places`: where each row is.
     """
 
     def __init__(self, rows: Sequence[Row], report: Report | None = None) -> None:
@@ -207,6 +208,7 @@ class Rows(Sequence[Row]):
         self.starts, self.tokens, self.trained, self.weights = starts, tokens, trained, weights
         self.places = places
         self.mixture: Mixture | None = None
+        self.together = 1
         self._fingerprint: str | None = None
         self.report = report or Report(rows=len(self), kept=len(self))
         self.report.targets = int(trained.sum())

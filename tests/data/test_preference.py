@@ -125,6 +125,38 @@ def test_pairs_stand_side_by_side_and_a_pair_is_left_out_whole(tmp_path: Path) -
     ]
 
 
+def test_pairs_stay_together_in_every_order_split_and_process(tmp_path: Path) -> None:
+    """Each pair once an epoch, chosen in front of rejected, whatever the seed; what would part them is refused."""
+    rows = load(tmp_path, [{"prompt": f"w{i}", "chosen": f" w{i + 1}", "rejected": f" w{i + 2}"} for i in range(7)])
+    orders = set()
+    for seed, size, world in ((0, 2, 1), (1, 4, 1), (1, 2, 2), (2, 2, 3)):
+        batches = data.build_batches(rows, batch_size=size, gradient_accumulation_steps=2, seed=seed, world_size=world)
+        for epoch in range(2):
+            steps = range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch)
+            fed = [
+                [int(row) for unit in units for row in unit]
+                for step in steps
+                for rank in range(world)
+                for units in batches.rows_of(step, rank)
+            ]
+            assert all(chosen % 2 == 0 and rejected == chosen + 1 for one in fed for chosen, rejected in batched(one))
+            assert sorted(row for one in fed for row in one) == list(range(14))
+            orders.add(tuple(row for one in fed for row in one))
+    assert len(orders) > 4
+    for options, where in (
+        ({"batch_size": 3}, "batch_size"),
+        ({"batch_size": 2, "packing": True, "max_length": 64}, "data.packing"),
+        ({"batch_size": 2, "group_by_length": True}, "data.group_by_length"),
+    ):
+        with pytest.raises(DataError, match=f"{where}: .*a chosen and a rejected answer are trained together"):
+            data.build_batches(rows, **options)
+
+
+def batched(rows: list[int]) -> list[tuple[int, int]]:
+    assert len(rows) % 2 == 0
+    return list(zip(rows[::2], rows[1::2], strict=True))
+
+
 def test_rows_that_hold_no_pair_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"pairs\.jsonl:2: field 'chosen': found nothing"):
         load(tmp_path, [{"chosen": [Q, A], "rejected": [Q, B]}, {"messages": [Q, A]}])
