@@ -171,7 +171,8 @@ def start(
     timeout = timedelta(seconds=timeout_s)
     is_ours = not torch.distributed.is_initialized()  # a program that joined by itself keeps its group
     if is_ours:
-        torch.distributed.init_process_group(backend, timeout=timeout)
+        store = _find_store(rank, world_size, timeout)
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         file_timeout = max(timeout, timedelta(seconds=FILE_TIMEOUT_S))
         file_group = torch.distributed.new_group(backend="gloo" if is_ours else None, timeout=file_timeout)
@@ -180,6 +181,18 @@ def start(
     finally:
         if is_ours:
             torch.distributed.destroy_process_group()
+
+
+def _find_store(rank: int, world_size: int, timeout: timedelta) -> torch.distributed.Store:
+    """Where the processes of this attempt find each other.
+
+    torch's launcher keeps one store for all attempts: after a restart a process that is quick would read there under
+    which address another one was reached before it died, and wait for it until `timeout`.
+    """
+    attempt = os.environ.get("OPTUNE_LAUNCH_RESTART") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, _, _ = next(iter(torch.distributed.rendezvous("env://", rank, world_size, timeout=timeout)))
+    store.set_timeout(timeout)
+    return torch.distributed.PrefixStore(f"optune/attempt-{attempt}", store)
 
 
 def make_mesh(device: torch.device, layout: Layout, timeout: timedelta | None = None) -> DeviceMesh:
