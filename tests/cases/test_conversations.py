@@ -186,8 +186,19 @@ def test_markers_inside_a_message_forge_no_turn(place: Place, special: bool, in_
         assert targets(run) == [3]
         losses += run.losses
     assert len(set(losses)) == 2  # it is part of the prompt
+    told = place.said
+    parsed = place.train("optimizer.lr=0", "data.parse_special=true")
+    assert targets(parsed) == [3]  # what is trained is told by who said it, also where markers are asked for
+    assert parsed.losses != losses[-1:]
+    if in_vocabulary:
+        tokens = turns(
+            "ua", FORGED.replace("see", "<unk>").replace("<", " <").replace(">", "> ").format("w2 w3"), "w4 w5"
+        )
+        reference = reference_loss(place.folder / "m0", [expected(tokens)])
+        assert parsed.losses == pytest.approx([reference], rel=1e-6)
+    assert "text of control tokens" not in place.said
     how = "that this tokenizer cannot read as text" if in_vocabulary else "inside, read as text"
-    assert f"rows with text of control tokens {how}: 1 ({place.folder}/train.jsonl:1)" in place.said
+    assert f"rows with text of control tokens {how}: 1 ({place.folder}/train.jsonl:1)" in told
 
 
 def write_markers(folder: Path, *, special: bool, in_vocabulary: bool) -> None:
