@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
+import gzip
 import json
+import lzma
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests import fixtures
@@ -63,6 +71,114 @@ def test_a_file_in_another_encoding_is_refused_by_line(place: Place, no_weights:
         message = place.refuse().err
         assert f"train.jsonl:{1 if encoding == 'utf-16' else 2}" in message
         assert "UTF-8" in message
+
+
+def write_kinds(folder: Path, rows: Sequence[Any], **columns: Any) -> list[str]:
+    """The rows as CSV, Parquet, Arrow and in compressed files; the names. `columns` are added to each row of tables."""
+    table = pyarrow.Table.from_pylist([row | columns for row in rows])
+    pyarrow.parquet.write_table(table, folder / "t.parquet", row_group_size=3)
+    with pyarrow.OSFile(str(folder / "t.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with (folder / "t.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        for row in rows:
+            cells = [row.get(name, "") for name in names]
+            writer.writerow(["" if c is None else c if isinstance(c, str) else json.dumps(c) for c in cells])
+    text = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    (folder / "t.jsonl.gz").write_bytes(gzip.compress(text))
+    (folder / "t.jsonl.xz").write_bytes(lzma.compress(text))
+    (folder / "t.jsonl.zst").write_bytes(pyarrow.Codec("zstd").compress(text, asbytes=True))
+    (folder / "t.csv.bz2").write_bytes(bz2.compress((folder / "t.csv").read_bytes()))
+    with zipfile.ZipFile(folder / "t.zip", "w") as archive:
+        archive.writestr("in/t.jsonl", text)
+    return ["t.parquet", "t.arrow", "t.csv", "t.jsonl.gz", "t.jsonl.xz", "t.jsonl.zst", "t.csv.bz2", "t.zip"]
+
+
+@pytest.mark.slow
+def test_the_same_rows_train_alike_from_every_kind_of_file(place: Place, plain: list[float], no_network: None) -> None:
+    """A09, A07: byte order mark, Windows line ends and blank lines in CSV too; and nothing asks a network."""
+    for name in write_kinds(place.folder, ROWS):
+        assert place.train(*FINGERPRINT, f"data.train={name}").losses == plain, name
+        assert "4 of 4 rows" in place.said
+    content = (place.folder / "t.csv").read_bytes()
+    (place.folder / "odd.csv").write_bytes(BOM.encode() + content.replace(b"\r\n", b"\n").replace(b"\n", b"\n\n"))
+    assert place.train(*FINGERPRINT, "data.train=odd.csv").losses == plain
+    parts = place.folder / "parts"
+    for index, row in enumerate(ROWS):
+        place.write([row], f"parts/train-{index}.jsonl")
+    assert place.train(*FINGERPRINT, f"data.train={parts}").losses == plain
+    assert place.train(*FINGERPRINT, "data.train='parts/*.jsonl'").losses == plain
+    words = ("data.train=[{path: parts, split: 'train[:50%]', weight: 2}, {path: t.csv, max_rows: 3}]",)
+    assert place.train(*FINGERPRINT, *words).losses == [*plain[:2], *plain[:2], *plain[:3]]
+
+
+def test_a_broken_row_of_a_table_or_archive_is_named_by_its_place(place: Place, no_weights: None) -> None:
+    """A10, A12."""
+    rows: list[Any] = [alpaca("w1", "w2"), alpaca("w3", "w4"), {"instruction": "w5", "output": None}]
+    broken: dict[str, tuple[str, str]] = {}
+    table = pyarrow.table({"instruction": ["w1", "w3"], "output": [[1], [2]]})
+    pyarrow.parquet.write_table(table, place.folder / "a.parquet")
+    broken["a.parquet"] = ("a.parquet: row 1: ", "field 'output': found a list, wanted text")
+    (place.folder / "a.csv").write_text('instruction,output\nw1,"w2\n"\nw3\n')
+    broken["a.csv"] = ("a.csv:4: ", "found 1 cells, wanted 2")
+    text = "".join(f"{json.dumps(row)}\n" for row in rows) + "[]\n"
+    (place.folder / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    broken["a.jsonl.gz"] = ("a.jsonl.gz:4: ", "found a list, wanted an object")
+    noise = json.dumps({"text": " ".join(f"w{i * i}" for i in range(5000))}).encode()
+    (place.folder / "cut.jsonl.gz").write_bytes(gzip.compress(f"{LINES[0]}\n".encode() + noise)[:-200])
+    broken["cut.jsonl.gz"] = ("cut.jsonl.gz:2: ", "cannot be unpacked from here on")
+    with zipfile.ZipFile(place.folder / "a.zip", "w") as archive:
+        archive.writestr("in/b.jsonl", f"{LINES[0]}\n{{")
+    broken["a.zip"] = ("a.zip/in/b.jsonl:2: ", "not JSON")
+    (place.folder / "no.parquet").write_bytes(b"PAR1 and nothing more PAR1")
+    broken["no.parquet"] = ("no.parquet: ", "not a whole Parquet file")
+    for name, (where, problem) in broken.items():
+        message = place.refuse(f"data.train={name}").err
+        assert f"{place.folder}/{where}" in message
+        assert problem in message
+
+
+def test_an_empty_cell_of_a_table_never_becomes_a_word(place: Place) -> None:
+    """A11."""
+    losses = place.fingerprint([alpaca("w1 w2", "w3"), alpaca("w4", "w5", input="w6")])
+    rows = [alpaca("w1 w2", "w3", input=None, system=""), alpaca("w4", "w5", input="w6", system=None)]
+    for name in write_kinds(place.folder, rows, score=float("nan")):
+        assert place.train(*FINGERPRINT, f"data.train={name}").losses == losses, name
+    nan = pyarrow.table({"instruction": ["w1 w2"], "input": [float("nan")], "output": ["w3"]})
+    pyarrow.parquet.write_table(nan, place.folder / "nan.parquet")
+    assert place.train(*FINGERPRINT, "data.train=nan.parquet").losses == losses[:1]
+
+
+def test_tools_of_one_row_do_not_enter_the_prompt_of_another(place: Place) -> None:
+    """A16."""
+    shown = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    # Each character of the schema is a token of its own, so that a word more would be seen in the loss.
+    backend = json.loads((place.folder / "m0/tokenizer.json").read_text())
+    apart = {"type": "Split", "pattern": {"Regex": "[^a-z0-9<>]"}, "behavior": "Isolated", "invert": False}
+    backend["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [backend["pre_tokenizer"], apart]}
+    (place.folder / "m0/tokenizer.json").write_text(json.dumps(backend))
+    template = fixtures.CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}" + shown)
+    (place.folder / "m0/chat_template.jinja").write_text(template)
+
+    def tool(name: str, **properties: Any) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": properties}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    rows = [
+        turns("ua", "w1", "w2") | {"tools": [tool("f", a={"type": "string"})]},
+        turns("ua", "w3", "w4") | {"tools": [tool("g", b={"type": "integer"}), tool("h")]},
+    ]
+    place.write(rows, "both.jsonl")
+    both = place.train(*FINGERPRINT, "data.train=both.jsonl")
+    alone = place.fingerprint(rows[:1])
+    assert both.losses[:1] == alone
+    tokens = [line["tokens"] for line in both.metrics]
+    for name in write_kinds(place.folder, rows):
+        run = place.train(*FINGERPRINT, f"data.train={name}")
+        assert run.losses == both.losses, name
+        assert [line["tokens"] for line in run.metrics] == tokens
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def assert_goes_on_as(resumed: Finished, straight: Finished, cut: int) -> None:
         assert progress[0][key] == progress[1][key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("data.packing=true", "batch_size=1"), ("data.shuffle=false",)])
 def test_a_resumed_stream_is_the_straight_run_bit_for_bit(tmp_path: Path, options: tuple[str, ...]) -> None:
     config = write_inputs(tmp_path, rows=21)  # 21 rows, 2 a step: the runs pass the end of an epoch
