@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from optune import train
+from optune.types import Microbatch
 from tests import fixtures
 from tests.cases.place import Place, alpaca, columns, encode, expected, turns
 from tests.cases.test_conversations import NO_BOS_TEMPLATE
@@ -132,3 +137,45 @@ def test_validate_and_run_say_in_short_what_the_preview_counts(place: Place, com
         f"padding {shown['batches']['padding']:.1%} of the positions",
     ):
         assert words in said, said
+
+
+RECIPES = sorted(path.stem for path in (Path(__file__).resolve().parent.parent.parent / "recipes").glob("*.py"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_what_is_shown_of_a_step_is_what_the_recipe_trains_in_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch, recipe: str, packing: str
+) -> None:
+    fed: list[list[Microbatch]] = []
+    step_of_training = train.train_step
+
+    def listen(model: Any, loss: Any, stepper: Any, microbatches: list[Microbatch], **options: Any) -> Any:
+        fed.append(microbatches)
+        return step_of_training(model, loss, stepper, microbatches, **options)
+
+    monkeypatch.setattr("optune.train.train_step", listen)
+    half = turns("uaua", "w1", "w2", "w3", "w4")
+    half["messages"][1]["weight"] = 0.5
+    place.write([*fixtures.numbered_rows(9), half, turns("ua", "w1", " ".join(["w2"] * 60))])
+    overrides = (
+        f"data.packing={packing}", "data.shuffle=true", "data.max_length=48", "data.truncation=truncate_right",
+        "batch_size=2", "gradient_accumulation_steps=2", "epochs=2", "seed=5",
+    )  # fmt: skip
+    place.train(*overrides, recipe=recipe)
+    for step, microbatches in enumerate(fed, start=1):
+        units = place.preview("--step", str(step), *overrides, recipe=recipe)["units"]
+        told = [
+            (number, microbatch, place)
+            for number, microbatch in enumerate(microbatches, start=1)
+            for place in range(len(microbatch.tokens_BT))
+        ]
+        assert len(units) == len(told)
+        for unit, (number, microbatch, row) in zip(units, told, strict=True):
+            assert (unit["step"], unit["microbatch"], unit["place"]) == (step, number, row + 1)
+            assert unit["ids"] == microbatch.tokens_BT[row].tolist()
+            assert [-100 if label is None else label for label in unit["labels"]] == microbatch.labels_BT[row].tolist()
+            assert unit["positions"] == microbatch.positions_BT[row].tolist()
+            for name, tensor in (("documents", microbatch.documents_BT), ("weights", microbatch.weights_BT)):
+                assert unit[name] == (None if tensor is None else tensor[row].tolist())
+    assert len(fed) >= 4
