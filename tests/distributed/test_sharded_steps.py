@@ -143,7 +143,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from optune import distributed
 from tests.distributed.test_sharded_steps import IN_BACKWARD, build, make_microbatch, next_token_loss, train
 counts = []
-for world in (8, 8, 64):
+for world in (8, 16, 64):  # the first one imports
     os.environ.update(WORLD_SIZE=str(world), RANK="0")
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     profile = cProfile.Profile()
@@ -164,10 +164,10 @@ print(*counts[1:])
 
 @pytest.mark.slow
 def test_building_and_stepping_do_not_grow_with_the_number_of_processes(tmp_path: Path) -> None:
-    """Counted in Python calls of one rank, with torch's fake process group: 64 processes against 8."""
+    """Counted in Python calls of one rank, with torch's fake process group: 64 processes against 16."""
     folder = fixtures.write_model(tmp_path / "model")
     command = [sys.executable, "-c", WORLD, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
-    eight, many = map(int, done.stdout.split())
-    assert many <= 1.1 * eight
+    few, many = map(int, done.stdout.split())
+    assert many <= 1.1 * few
