@@ -73,11 +73,11 @@ def attempt(run_dir: Path, *, victim: int | None, event: int) -> dict[int, int]:
     return codes
 
 
-def main(folder: Path, every: int) -> None:
-    """A run with one checkpoint makes its second; each rank in turn dies before every `every`-th of its calls."""
+def main(folder: Path, every: int, victims: list[int]) -> None:
+    """A run with one checkpoint makes its second; each victim in turn dies before every `every`-th of its calls."""
     template = folder / "template"
     assert attempt(template, victim=None, event=0) == {0: 0, 1: 0}
-    for victim in (0, 1):
+    for victim in victims:
         event, killed = 1, True
         while killed:
             run_dir = folder / f"rank-{victim}-event-{event}"
@@ -103,4 +103,4 @@ if __name__ == "__main__":
     # What torch imports at its first step would cost every fork seconds.
     warm = runs.Net()
     runs.train(warm, runs.adamw(warm), range(1))
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), [int(rank) for rank in sys.argv[3:]] or [0, 1])
