@@ -16,14 +16,14 @@ from optune.errors import OptuneError
 class MetricsFile:
     """The open `metrics.jsonl` of a run that has come to `last_step`.
 
-    Lines of later steps, which a run that goes on from a checkpoint takes again, are dropped at once; so is a line
-    that a crash has torn. `dropped` says how many.
+    Lines of later steps, which a run that goes on from a checkpoint takes again, are dropped at once, and with
+    `owes_validation` the validation of `last_step`; so is a line that a crash has torn. `dropped` says how many.
     """
 
-    def __init__(self, path: Path, last_step: int = 0) -> None:
+    def __init__(self, path: Path, last_step: int = 0, *, owes_validation: bool = False) -> None:
         self._path = path
         try:
-            self.dropped = _drop_after(path, last_step)
+            self.dropped = _drop_after(path, last_step, owes_validation)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise self._failure(error) from error
@@ -65,12 +65,17 @@ def _json_ready(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _drop_after(path: Path, last_step: int) -> int:
-    """Rewrite the file without torn lines and lines of steps after `last_step`; how many went."""
+def _drop_after(path: Path, last_step: int, owes_validation: bool) -> int:
+    """Rewrite the file without torn lines and lines of what comes after the checkpoint; how many went."""
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if (metrics := _parse(line)) is not None and metrics["step"] <= last_step]
+    limit = (last_step, not owes_validation)
+    kept = [
+        line
+        for line in lines
+        if (metrics := _parse(line)) is not None and (metrics["step"], "validation_loss" in metrics) <= limit
+    ]
     if len(kept) < len(lines):
         files.write_whole(path, b"".join(kept))
     return len(lines) - len(kept)

@@ -24,7 +24,8 @@ class RunLog:
 
     `log_every_steps`: a line stands for that many steps, the last one for the rest. Its loss is the mean over all their
     targets; `targets` and `tokens` are sums, `step_s` is a mean, `lr` and `grad_norm` are those of its last step.
-    `first_step` > 0 says that the run goes on after that step: lines of later steps are dropped and written again.
+    `first_step` > 0 says that the run goes on after that step: lines of later steps are dropped and written again,
+    with `owes_validation` that of the validation after it too.
     `state` is what `checkpoint_state` returned then. With `main=False` (another rank) nothing is written or shown.
 
     The time of a step runs from the end of the one before; wrap what is not training in `aside`.
@@ -38,6 +39,7 @@ class RunLog:
         loggers: Sequence[Logger] = (),
         log_every_steps: int = 1,
         first_step: int = 0,
+        owes_validation: bool = False,
         state: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         device: str = "cpu",
@@ -56,7 +58,7 @@ class RunLog:
         self._finished = False
         self._loggers: list[Logger] = []
         if main:
-            self._file = MetricsFile(run_dir / "metrics.jsonl", first_step)
+            self._file = MetricsFile(run_dir / "metrics.jsonl", first_step, owes_validation=owes_validation)
             self._progress = Progress(total_steps, first_step, clock)
             try:
                 for logger in loggers:

@@ -105,6 +105,7 @@ def start(
             folder.path,
             total_steps,
             first_step=progress["step"],
+            owes_validation=progress["owes_validation"],
             state=log_state,
             log_every_steps=log_every_steps,
             loggers=loggers,

@@ -119,6 +119,8 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
 
 
 def _put_token(folder: Path) -> str:
+    for path in folder.glob(f"{files.ASIDE}*shared-*"):  # of a run that was killed at this point
+        path.unlink(missing_ok=True)
     token = secrets.token_hex(8)
     files.write_whole(folder / f"{files.ASIDE}shared-{token}", token.encode())
     return token

@@ -35,6 +35,17 @@ def test_lines_are_json_in_the_order_given(tmp_path: Path) -> None:
     assert read_metrics(path)[0]["loss"] == 0.1 + 0.2
 
 
+def test_a_validation_that_is_owed_is_not_there_twice(tmp_path: Path) -> None:
+    """A run that was killed between logging it and saving."""
+    lines = ['{"step": 3, "loss": 1.0}\n', '{"step": 4, "loss": 1.0}\n', '{"step": 4, "validation_loss": 2.0}\n']
+    path = fill(tmp_path / "metrics.jsonl", *lines)
+    MetricsFile(path, last_step=4).close()
+    assert path.read_text() == "".join(lines)
+    file = MetricsFile(path, last_step=4, owes_validation=True)
+    file.close()
+    assert (path.read_text(), file.dropped) == ("".join(lines[:2]), 1)
+
+
 def test_values_that_json_does_not_have_are_null_and_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path).append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
