@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optune.data.cache import Prepared, RowCache, find_folder
 from optune.data.cache_key import find_key
@@ -15,10 +15,12 @@ from optune.data.mixing import Mixture, check_mixture
 from optune.data.preparing import encode_sources
 from optune.data.rows import Report, Rows
 from optune.data.sources import Source, list_sources, name_rows
-from optune.data.stream_blocks import StreamedRows
 from optune.data.tokenizer import Tokenizer
 from optune.data.workers import Result
 from optune.errors import DataError
+
+if TYPE_CHECKING:
+    from optune.data.stream_blocks import StreamedRows
 
 
 def load_rows(
@@ -57,6 +59,8 @@ def load_rows(
     """
     encoder = RowEncoder(tokenizer, max_length, truncation, train_on, parse_special, embedding_rows)
     if streaming:
+        from optune.data.stream_blocks import StreamedRows  # reads torch, which rows alone do not need
+
         return StreamedRows(_list_streams(train), encoder, format, shuffle_window)
     if shuffle_window is not None:
         raise DataError(
