@@ -91,13 +91,21 @@ def test_command_table_of_the_readme_is_the_command_line() -> None:
 
 def test_config_keys_are_documented_all_and_only() -> None:
     from optune.config import RunConfig
-    from optune.config.sections import CheckpointSection, DataSection, LoraSection, ModelSection, ScheduleSection
+    from optune.config.sections import (
+        CheckpointSection,
+        DataSection,
+        LoraSection,
+        ModelSection,
+        ParallelSection,
+        ScheduleSection,
+    )
 
     sections = {
         "model": ModelSection,
         "data": DataSection,
         "schedule": ScheduleSection,
         "checkpoint": CheckpointSection,
+        "parallel": ParallelSection,
         "lora": LoraSection,
     }
     wanted = {field.name for field in dataclasses.fields(RunConfig)} - sections.keys()

@@ -119,7 +119,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str, tuple[str, ...], str | None]] 
     ),
     "a format that is none": (nothing, "data.format=chat", ("data.format", "'chat'"), None),
     "a format for another recipe": (nothing, "data.format=preference", ("data.format", "preference"), "single answers"),
-    "a kind of file that is not read": (make_file("a.csv"), "data.train=a.csv", ("a.csv", ".csv"), ".jsonl"),
+    "a table without a row": (make_file("a.csv"), "data.train=a.csv", ("a.csv", "no rows"), None),
     "packing without a length": (nothing, "data={packing: true, max_length: null}", ("data.max_length",), None),
     "a step that is not there": (nothing, "schedule.name=cosin", ("schedule.name", "'cosin'"), "cosine"),
 }
