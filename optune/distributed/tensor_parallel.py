@@ -50,7 +50,7 @@ def apply(model: Any, mesh: DeviceMesh) -> None:
     """Splits a Decoder over the ranks of `mesh` (one dimension), in place; every parameter becomes a DTensor on it.
 
     Each rank keeps its part of the values that it has, so all must have the same; on the meta device nothing is
-    allocated. Adapters are in place by then; steppers, FSDP and compiling come afterwards. Names stay. Tokens and
+    allocated. Adapters are in place by then; FSDP, steppers and optimizers come afterwards. Names stay. Tokens and
     losses are the same on all ranks of the group; `hidden` gives all of them the whole hidden_BTD, `next_token_loss`
     takes the head's parts as they are, and `forward` gathers the logits.
 
@@ -101,7 +101,7 @@ def check(config: Any, size: int, *, compiles: bool = False) -> None:
         problems.append(f"num_attention_heads is {heads}")
     if key_value_heads % size and size % key_value_heads:
         problems.append(f"num_key_value_heads is {key_value_heads}, neither a multiple nor a divisor")
-    for key in ("intermediate_size", "vocab_size", "hidden_size"):
+    for key in ("intermediate_size", "vocab_size"):
         width = getattr(config, key)
         if (size - 1) * math.ceil(width / size) >= width:
             problems.append(f"{key} is {width}, which leaves a rank without any")
