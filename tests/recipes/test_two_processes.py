@@ -34,7 +34,7 @@ STEPPERS = {
     "after": ("clipped", []),
     "after breadth": ("clipped", ["accumulation=breadth_first"]),
     "at once": ("unclipped", IN_BACKWARD),
-    "at once, after": ("unclipped", []),
+    "at once after": ("unclipped", []),
     "hold": ("clipped", [*IN_BACKWARD, "gradient_stash=hold", "activation_checkpointing=block"]),
     "cpu": ("clipped", [*IN_BACKWARD, "gradient_stash=cpu"]),
     "two_pass": ("clipped", [*IN_BACKWARD, "gradient_stash=two_pass"]),
@@ -46,7 +46,7 @@ STEPPERS = {
     "alias": ("masters", [*IN_BACKWARD, "gradient_stash=alias"]),
 }
 BITWISE = {
-    "at once": "at once, after", "hold": "after", "cpu": "after", "two_pass": "after", "auto": "after",
+    "at once": "at once after", "hold": "after", "cpu": "after", "two_pass": "after", "auto": "after",
     "hold breadth": "after breadth", "alias": "masters",
 }  # fmt: skip
 LAYOUTS = {"shard": [], "replicate": ["parallel.replicate=2"], "tensor": ["parallel.tensor=2"]}
@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.recipe}, {self.stepper}, {self.layout}"
+        return f"{self.recipe} {self.stepper} {self.layout}".replace(" ", "-")
 
 
 TWO = [
@@ -81,10 +81,11 @@ def overrides(cell: Cell, batch_size: int, layout: list[str]) -> list[str]:
     return [*SHARED[shared], *own, f"batch_size={batch_size}", *layout]
 
 
-def run_cells(cells: list[tuple[Cell, list[str]]], config: Path, folder: Path) -> None:
+def run_commands(commands: list[list[str]]) -> None:
+    """One after the other in this process; the group is joined once for all of them."""
     join()
-    for cell, words in cells:
-        run(cell.recipe, config, folder / cell.name, *words)
+    for words in commands:
+        assert main(words) == 0, words
 
 
 @pytest.fixture(scope="module")
@@ -132,92 +133,111 @@ def assert_same_run(several: Finished, one: Finished, name: str, weights: float 
         ], name
 
 
-def test_two_processes_give_the_run_of_one(config: Path, alone: Any, tmp_path: Path) -> None:
-    cells = [(cell, overrides(cell, 4 if cell.layout == "tensor" else 2, LAYOUTS[cell.layout])) for cell in TWO]
-    run_ranks(run_cells, 2, cells, config, tmp_path, timeout_s=500)
+GOING_ON = ["full_finetune", *SHARED["clipped"], *STEPPERS["hold"][1], "epochs=2", "max_steps=2"]
+ROWS = {"one-row": 1, "three-rows": 3, "five-rows": 5}
+
+
+def write_ragged(folder: Path) -> dict[str, Path]:
+    """Answers of 1, 4, 7, … words."""
+    for name, count in ROWS.items():
+        rows = fixtures.numbered_rows(count)
+        for index, row in enumerate(rows):
+            row["messages"][-1]["content"] = " ".join(["yes", *["w1", "w2", "w3"] * index])
+        fixtures.write_rows(folder / f"{name}.jsonl", rows)
+    return {name: folder / f"{name}.jsonl" for name in ROWS}
+
+
+def command(recipe: str, config: Path, folder: Path, *words: str) -> list[str]:
+    return ["run", recipe, "--config", str(config), f"output_dir={folder}", *words]
+
+
+def ragged(path: Path, data: dict[str, Path]) -> list[str]:
+    validation = [f"data.validation={data['one-row']}", "validation_every_steps=1"]
+    steps = ["gradient_accumulation_steps=2", "max_grad_norm=0.5", "schedule.warmup_steps=0"]
+    return [f"data.train={path}", *validation, *steps]
+
+
+@pytest.fixture(scope="module")
+def two(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that two processes are asked for here, in one launch: a folder of run folders."""
+    folder = tmp_path_factory.mktemp("two")
+    commands = []
     for cell in TWO:
-        several = Finished(tmp_path / cell.name)
+        words = overrides(cell, 4 if cell.layout == "tensor" else 2, LAYOUTS[cell.layout])
+        commands.append(command(cell.recipe, config, folder / cell.name, *words))
+    recipe, *words = GOING_ON
+    run(recipe, config, folder / "going-on", *words, "batch_size=4")
+    resume = ["resume", str(folder / "going-on"), "batch_size=2"]
+    commands.append([*resume, "max_steps=3", "parallel.replicate=2"])
+    commands.append([*resume, "max_steps=null", "parallel.replicate=1"])
+    data = write_ragged(folder)
+    for name, path in data.items():
+        commands.append(command("full_finetune", config, folder / name, *ragged(path, data), "batch_size=1"))
+    run_ranks(run_commands, 2, commands, timeout_s=1200)
+    return folder
+
+
+def test_two_processes_give_the_run_of_one(alone: Any, two: Path) -> None:
+    for cell in TWO:
+        several = Finished(two / cell.name)
         # bf16 gradients are rounded for each microbatch, and rank, before they are added up.
         is_rough = STEPPERS[cell.stepper][0] == "masters"
         assert_same_run(several, alone(cell), cell.name, weights=2e-2 if is_rough else 1e-6)
+    log = (two / Cell("full_finetune", "immediate").name / "log.txt").read_text()
+    summary = " ".join(line[20:].strip() for line in log.splitlines())
+    assert "2: 2 replicas, because optimizer_step=immediate updates" in summary
+
+
+def test_in_backward_is_bitwise_after_backward_on_the_same_layout(two: Path) -> None:
+    compared = 0
+    for cell in TWO:
         after = Cell(cell.recipe, BITWISE.get(cell.stepper, cell.stepper), cell.layout)
-        if after != cell and after in TWO:
-            reference = Finished(tmp_path / after.name)
-            assert differ(several.weights, reference.weights) == 0, cell.name
-            assert differ(several.optimizer_state, reference.optimizer_state) == 0, cell.name
-            keys = ("loss", "grad_norm")
-            assert [[line[k] for k in keys] for line in several.metrics] == [
-                [line[k] for k in keys] for line in reference.metrics
-            ], cell.name
-        assert "rank" not in (several.folder / "log.txt").read_text()
-    log = (tmp_path / Cell("full_finetune", "immediate").name / "log.txt").read_text()
-    assert "2: 2 replicas, because optimizer_step=immediate updates" in " ".join(
-        line[20:].strip() for line in log.splitlines()
-    )
+        if after == cell or after not in TWO:
+            continue
+        compared += 1
+        ours, theirs = Finished(two / cell.name), Finished(two / after.name)
+        assert differ(ours.weights, theirs.weights) == 0, cell.name
+        assert differ(ours.optimizer_state, theirs.optimizer_state) == 0, cell.name
+        for key in ("loss", "grad_norm"):
+            assert [line[key] for line in ours.metrics] == [line[key] for line in theirs.metrics], cell.name
+    assert compared >= len(BITWISE) + 2
+
+
+def test_a_run_goes_on_with_another_number_of_processes(config: Path, two: Path, tmp_path: Path) -> None:
+    """A33 and A35: clipped in backward with accumulation, begun on one process, resumed on two in two layouts."""
+    recipe, *words = GOING_ON
+    one = run(recipe, config, tmp_path / "one", *words, "batch_size=4")
+    for max_steps in ("3", "null"):
+        assert main(["resume", str(one.folder), f"max_steps={max_steps}"]) == 0
+    assert_same_run(Finished(two / "going-on"), one, "resumed")
+    assert "the same rows a step, divided otherwise" in (two / "going-on" / "log.txt").read_text()
+
+
+def test_ragged_steps_fewer_rows_than_ranks_and_small_validation_sets_count_right(
+    config: Path, two: Path, tmp_path: Path
+) -> None:
+    """A25, A50 and the part of A24 with two processes: 1, 3 and 5 rows with answers of unequal length, and one row to
+    validate."""
+    data = {name: two / f"{name}.jsonl" for name in ROWS}
+    for name, path in data.items():
+        one = run("full_finetune", config, tmp_path / name, *ragged(path, data), "batch_size=2")
+        several = Finished(two / name)
+        assert_same_run(several, one, name)
+        assert read_validation(several) == pytest.approx(read_validation(one), rel=1e-6), name
+        assert len(read_validation(one)) == len(one.metrics), name
+
+
+def read_validation(finished: Finished) -> list[float]:
+    lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["validation_loss"] for line in lines if "validation_loss" in line]
 
 
 def test_four_processes_give_the_run_of_one(config: Path, alone: Any, tmp_path: Path) -> None:
     cells = [Cell(recipe, "hold", layout) for recipe, layout in zip([*RECIPES, *RECIPES], FOUR, strict=False)]
-    words = [
-        (cell, overrides(cell, 1 if cell.layout == "replicate x shard" else 2, FOUR[cell.layout])) for cell in cells
-    ]
-    run_ranks(run_cells, 4, words, config, tmp_path, timeout_s=500)
+    commands = []
+    for cell in cells:
+        words = overrides(cell, 1 if cell.layout == "replicate x shard" else 2, FOUR[cell.layout])
+        commands.append(command(cell.recipe, config, tmp_path / cell.name, *words))
+    run_ranks(run_commands, 4, commands, timeout_s=1200)
     for cell in cells:
         assert_same_run(Finished(tmp_path / cell.name), alone(cell), cell.name)
-
-
-def resume_on(folder: Path, words: list[str]) -> None:
-    join()
-    assert main(["resume", str(folder), *words]) == 0
-
-
-def test_a_run_goes_on_with_another_number_of_processes(config: Path, alone: Any, tmp_path: Path) -> None:
-    """A33 and A35 with two processes: stopped after a step, resumed on two, then on one."""
-    words = [*SHARED["clipped"], *STEPPERS["hold"][1]]
-    several = run("full_finetune", config, tmp_path / "run", *words, "batch_size=4", "max_steps=2", "epochs=2")
-    run_ranks(resume_on, 2, several.folder, ["batch_size=2", "max_steps=3", "parallel.replicate=2"])
-    run_ranks(resume_on, 2, several.folder, ["batch_size=2", "max_steps=null", "parallel.replicate=1"])
-    one = run("full_finetune", config, tmp_path / "one", *words, "batch_size=4", "max_steps=2", "epochs=2")
-    for max_steps in ("3", "null"):
-        assert main(["resume", str(one.folder), f"max_steps={max_steps}"]) == 0
-    assert_same_run(several, one, "resumed")
-    notes = (several.folder / "log.txt").read_text()
-    assert "the same rows a step, divided otherwise" in notes
-
-
-ROWS = {"one row": 1, "three rows": 3, "five rows": 5}
-
-
-def count_ragged(config: Path, folder: Path, data: dict[str, Path]) -> None:
-    join()
-    for name, path in data.items():
-        words = [f"data.train={path}", f"data.validation={data['one row']}", "validation_every_steps=1"]
-        run("full_finetune", config, folder / name, *words, "batch_size=1", "gradient_accumulation_steps=2")
-
-
-def read_validation(run_: Finished) -> list[float]:
-    lines = [json.loads(line) for line in (run_.folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["validation_loss"] for line in lines if "validation_loss" in line]
-
-
-def test_ragged_steps_fewer_rows_than_ranks_and_small_validation_sets_count_right(config: Path, tmp_path: Path) -> None:
-    """A25, A50 and the part of A24 with two processes: answers of unequal length, 1, 3 and 5 rows, one row to
-    validate."""
-    data: dict[str, Path] = {}
-    for name, count in ROWS.items():
-        rows = fixtures.numbered_rows(count)
-        for index, row in enumerate(rows):  # answers of 1, 4, 7, … words
-            row["messages"][-1]["content"] = " ".join(["yes", *["w1", "w2", "w3"] * index])
-        fixtures.write_rows(tmp_path / f"{name}.jsonl", rows)
-        data[name] = tmp_path / f"{name}.jsonl"
-    run_ranks(count_ragged, 2, config, tmp_path / "two", data, timeout_s=200)
-    for name, path in data.items():
-        words = [f"data.train={path}", f"data.validation={data['one row']}", "validation_every_steps=1"]
-        one = run(
-            "full_finetune", config, tmp_path / "one" / name, *words, "batch_size=2", "gradient_accumulation_steps=2"
-        )
-        two = Finished(tmp_path / "two" / name)
-        assert_same_run(two, one, name)
-        losses = [read_validation(each) for each in (one, two)]
-        assert losses[0], name
-        assert losses[1] == pytest.approx(losses[0], rel=1e-6), name
