@@ -128,9 +128,17 @@ def _check_pairs(batch_size: int, *, packing: bool, group_by_length: bool) -> No
 
 
 def build_validation_batches(
-    rows: Rows, batch_size: int, *, pad_id: int = 0, world_size: int = 1, rank: int = 0, pad_to_multiple: int = 1
+    rows: Rows | StreamedRows,
+    batch_size: int,
+    *,
+    pad_id: int = 0,
+    world_size: int = 1,
+    rank: int = 0,
+    pad_to_multiple: int = 1,
 ) -> ValidationBatches:
     """Every row once, in file order, padded; each rank gets its slices and as many microbatches as the others."""
+    if isinstance(rows, StreamedRows):
+        raise DataError("a validation takes every row, so its rows are not streamed", where="data.validation")
     if rows.mixture is not None and not rows.mixture.is_plain:
         raise DataError("a validation takes every row once: a source has no weight there", where="data.validation")
     batches = build_batches(
