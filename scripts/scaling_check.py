@@ -113,7 +113,7 @@ def count(cases: Sequence[tuple[Any, Work]], layout: distributed.Layout) -> list
 def _count(config: Any, work: Work, processes: distributed.Processes) -> Counted:
     dtype, mesh = {2: torch.bfloat16, 4: torch.float32}[work.weight_bytes], processes.mesh
     assert mesh is not None
-    groups = {mesh[name].get_group().group_name: name for name in ("replicate", "shard", "tensor")}
+    groups = {str(mesh[name].get_group().group_name): name for name in ("replicate", "shard", "tensor")}
     started = time.process_time()
     distributed.spread(outline(config).to(dtype), processes)  # as a run builds it
     built = time.process_time()
