@@ -373,7 +373,11 @@ def run_ranks(first: list[str], run_dir: Path, ranks: int) -> Straight:
     def arm(rank: int) -> None:
         file = os.open(run_dir.with_name(f"{run_dir.name}-events-{rank}"), os.O_WRONLY | os.O_CREAT)
         write = os.pwrite  # what counts is not counted
-        count_events(straight, lambda number: write(file, str(number).encode(), 0) and None)
+
+        def note(number: int) -> None:
+            write(file, str(number).encode(), 0)
+
+        count_events(straight, note)
 
     child = os.fork()
     if child == 0:

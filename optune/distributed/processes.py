@@ -183,16 +183,18 @@ def start(
             torch.distributed.destroy_process_group()
 
 
-def _find_store(rank: int, world_size: int, timeout: timedelta) -> torch.distributed.Store:
+def _find_store(rank: int, world_size: int, timeout: timedelta) -> Any:
     """Where the processes of this attempt find each other.
 
     torch's launcher keeps one store for all attempts: after a restart a process that is quick would read there under
     which address another one was reached before it died, and wait for it until `timeout`.
     """
     attempt = os.environ.get("OPTUNE_LAUNCH_RESTART") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store, _, _ = next(iter(torch.distributed.rendezvous("env://", rank, world_size, timeout=timeout)))
+    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+
+    store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
     store.set_timeout(timeout)
-    return torch.distributed.PrefixStore(f"optune/attempt-{attempt}", store)
+    return PrefixStore(f"optune/attempt-{attempt}", store)
 
 
 def make_mesh(device: torch.device, layout: Layout, timeout: timedelta | None = None) -> DeviceMesh:

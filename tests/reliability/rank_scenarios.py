@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import kill_ranks  # noqa: E402
+import kill_ranks  # noqa: E402  # pyright: ignore[reportMissingImports]
 import torch  # noqa: E402
 import torch.distributed.run  # noqa: E402
 
