@@ -25,7 +25,10 @@ from optune.data.rows import Rows
 from optune.errors import DataError
 
 _MOST = 32
-_START = "import sys; sys.path = {path!r}; from optune.data.workers import main; main()"
+_START = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # the starter says when it ends
+    "sys.path = {path!r}; from optune.data.workers import main; main()"
+)
 
 Task = dict[str, Any]
 """Keywords of `RowEncoder.encode`."""
@@ -142,17 +145,13 @@ class Workers:
 
 def main() -> None:
     """The worker's side: an encoder, then chunks, until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     source: BinaryIO = sys.stdin.buffer
     target: BinaryIO = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # What a user's own function prints must not get between the results.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    encoder: RowEncoder = pickle.load(source)
+    encoder: RowEncoder = _receive(source)
     while True:
-        try:
-            task: Task = pickle.load(source)
-        except EOFError:
-            return
+        task: Task = _receive(source)
         try:
             message = pickle.dumps(encode_here(encoder, task), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
@@ -162,6 +161,14 @@ def main() -> None:
             target.flush()
         except BrokenPipeError:  # The starter has gone.
             os._exit(0)
+
+
+def _receive(source: BinaryIO) -> Any:
+    """The next object; where the input ends, also in the middle of one, the starter has gone and so does this."""
+    try:
+        return pickle.load(source)
+    except (EOFError, pickle.UnpicklingError):
+        raise SystemExit from None
 
 
 def _portable(error: Exception) -> Exception:
