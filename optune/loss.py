@@ -78,6 +78,8 @@ class _Words:
         if type(weight_VD).__name__ != "DTensor":
             return None
         mesh = weight_VD.device_mesh
+        if "tensor" not in (mesh.mesh_dim_names or ("tensor",)):
+            raise RuntimeError("the head is a shard, not a part of the vocabulary: it must be gathered for the loss")
         largest = math.ceil(weight_VD.shape[0] / mesh.size())
         return _Words(mesh.get_group(), mesh.get_local_rank() * largest, largest)
 

@@ -104,7 +104,7 @@ def breadth_first(work: Work, pass_index: int) -> list[Tensor]:
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     sums: list[Tensor] = []
     grads: list[Tensor | None] = []
-    with _gathered(model):
+    with _gathered(model, is_root=True):
         for i, hidden_BTD in enumerate(inputs.pop()):
             hidden_BTD.requires_grad_(lowest < len(model.blocks))
             _sum_gradients(model, i == count - 1)
@@ -132,8 +132,11 @@ def breadth_first(work: Work, pass_index: int) -> list[Tensor]:
 
 
 @contextmanager
-def _gathered(module: Any) -> Iterator[None]:
-    """Around the uses of a module by all microbatches. Where it is sharded (FSDP2), its own weights stay gathered."""
+def _gathered(module: Any, is_root: bool = False) -> Iterator[None]:
+    """Around the uses of a module by all microbatches. Where it is sharded (FSDP2), its own weights stay gathered.
+
+    The root's stay gathered after any other forward pass too: the loss that follows needs its head.
+    """
     if not hasattr(module, "unshard"):
         yield
         return
@@ -142,7 +145,7 @@ def _gathered(module: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        module.set_reshard_after_forward(True, recurse=False)
+        module.set_reshard_after_forward(not is_root, recurse=False)
         module.set_reshard_after_backward(True, recurse=False)
         module.reshard()
 

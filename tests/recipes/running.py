@@ -26,8 +26,14 @@ class Finished:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [line for line in map(json.loads, lines) if "loss" in line]
+        return [line for line in self._lines() if "loss" in line]
+
+    @property
+    def validation_losses(self) -> list[float]:
+        return [line["validation_loss"] for line in self._lines() if "validation_loss" in line]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     @property
     def losses(self) -> list[float]:

@@ -6,7 +6,6 @@ feeds the same rows a step; and, bitwise, with the cell of the same layout that 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     are nearly zero; with 13 rows the last step of the epoch is smaller."""
     path = write_inputs(tmp_path_factory.mktemp("inputs"), rows=13)
     text = path.read_text().replace("torch.optim.AdamW, lr: 1.0e-2, weight_decay: 0.1", "torch.optim.SGD, lr: 0.2")
-    path.write_text(text.replace("epochs: 2", "epochs: 1") + "log_every_steps: 1\n")
+    validation = fixtures.write_rows(path.parent / "validation.jsonl", fixtures.numbered_rows(5))
+    text = text.replace("max_length: 64", f"max_length: 64, validation: {validation}")
+    path.write_text(text.replace("epochs: 2", "epochs: 1") + "log_every_steps: 1\nvalidation_every_steps: 2\n")
     return path
 
 
@@ -132,6 +133,8 @@ def differ(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> fl
 
 def assert_same_run(several: Finished, one: Finished, name: str, weights: float = 1e-6) -> None:
     assert differ(several.weights, one.weights) <= weights, name
+    assert several.validation_losses == pytest.approx(one.validation_losses, rel=max(1e-6, weights)), name
+    assert one.validation_losses, name
     assert len(several.metrics) == len(one.metrics), name
     for ours, theirs in zip(several.metrics, one.metrics, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=max(1e-6, weights)), name
@@ -229,21 +232,5 @@ def test_ragged_steps_fewer_rows_than_ranks_and_small_validation_sets_count_righ
         one = run("full_finetune", config, tmp_path / name, *ragged(path, data), "batch_size=2")
         several = Finished(two / name)
         assert_same_run(several, one, name)
-        assert read_validation(several) == pytest.approx(read_validation(one), rel=1e-6), name
-        assert len(read_validation(one)) == len(one.metrics), name
-
-
-def read_validation(finished: Finished) -> list[float]:
-    lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["validation_loss"] for line in lines if "validation_loss" in line]
-
-
-def test_four_processes_give_the_run_of_one(config: Path, alone: Any, tmp_path: Path) -> None:
-    cells = [Cell(recipe, "hold", layout) for recipe, layout in zip([*RECIPES, *RECIPES], FOUR, strict=False)]
-    commands = []
-    for cell in cells:
-        words = overrides(cell, 1 if cell.layout == "replicate x shard" else 2, FOUR[cell.layout])
-        commands.append(command(cell.recipe, config, tmp_path / cell.name, *words))
-    run_ranks(run_commands, 4, commands, timeout_s=1200)
-    for cell in cells:
-        assert_same_run(Finished(tmp_path / cell.name), alone(cell), cell.name)
+        assert several.validation_losses == pytest.approx(one.validation_losses, rel=1e-6), name
+        assert len(one.validation_losses) == len(one.metrics), name
