@@ -35,12 +35,14 @@ COUNTERS = {
 """What a run carries along beside its tensors, and where it begins."""
 
 
-def make_fingerprint(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of `identity` (`config` as plain values, sums of `data` and `model`) in each checkpoint."""
+def make_fingerprint(identity: Mapping[str, Any], *, rows_per_step: int, data_ranks: int) -> dict[str, Any]:
+    """What is kept of `identity` (`config` as plain values, sums of `data` and `model`) in each checkpoint, and how
+    many rows a step has, of how many processes that see different ones."""
     config = dict(identity["config"])
     config["data"] = {key: value for key, value in config["data"].items() if f"data.{key}" not in NOT_TRAINING}
     config = {key: value for key, value in config.items() if key not in NOT_TRAINING}
-    return checkpoint.make_fingerprint(config, data=identity["data"], model=identity["model"])
+    made = checkpoint.make_fingerprint(config, data=identity["data"], model=identity["model"])
+    return made | {"step": {"rows": rows_per_step, "data_ranks": data_ranks}}
 
 
 def restore(
@@ -60,6 +62,8 @@ def restore(
     """
     saved = checkpoint.read_progress(resume_from)
     moved, differences = _divide(checkpoint.compare_fingerprints(saved["fingerprint"], fingerprint))
+    if "data" not in allow_change and any(each.key == "data" for each in differences):
+        _refuse_another_step(saved["fingerprint"].get("step"), fingerprint["step"])
     allowed = checkpoint.refuse_changes(differences, allow_change)
     if total_steps < saved["step"]:
         raise ConfigError(
@@ -86,6 +90,20 @@ def restore(
     counters = {key: saved.get(key, start) for key, start in COUNTERS.items()} | {"log": saved["log"]}
     stepper.skips.in_a_row = counters["skipped_in_a_row"]
     return counters, [*notes, f"goes on after step {saved['step']} from {resume_from}"]
+
+
+def _refuse_another_step(old: Mapping[str, int] | None, new: Mapping[str, int]) -> None:
+    """Raises ConfigError where the rows of a step have become more or fewer: their order means another thing then."""
+    if old is None or old["rows"] == new["rows"]:
+        return
+    then = f"{old['data_ranks']} {'process' if old['data_ranks'] == 1 else 'processes'}"
+    raise ConfigError(
+        f"a step had {old['rows']} rows on {then} when the checkpoint was made, and would have {new['rows']} on "
+        f"{new['data_ranks']}: batch_size x gradient_accumulation_steps x processes",
+        where="resume",
+        hint=f"keep the product: start it as then (--nproc-per-node {old['data_ranks']}), or give another batch_size; "
+        "--allow-change data goes on with steps that hold other rows",
+    )
 
 
 def _divide(

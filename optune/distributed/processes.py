@@ -46,6 +46,8 @@ class Processes:
     layout: Layout = field(default_factory=Layout)
     mesh: DeviceMesh | None = None
     local_rank: int = 0
+    local_size: int = 1
+    """How many processes this machine has."""
     file_group: ProcessGroup | None = None
     """A gloo group of all processes for what writes files beside the training; None for one process."""
 
@@ -72,6 +74,14 @@ class Processes:
     def parameter_mesh(self) -> DeviceMesh | None:
         """What parameters are spread over; None where each process holds them whole."""
         return None if self.layout.keep_whole else self.mesh
+
+    @property
+    def launch_options(self) -> str:
+        """What `optune run` and `resume` take to start as many processes, with a space behind; empty for one."""
+        if self.world_size == 1:
+            return ""
+        machines = self.world_size // self.local_size
+        return (f"--nnodes {machines} " if machines > 1 else "") + f"--nproc-per-node {self.local_size} "
 
     @property
     def reduce(self) -> Callable[[Tensor], Tensor] | None:
@@ -163,7 +173,8 @@ def start(
         yield Processes(find_device(device), layout=layout)
         return
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    found = find_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = find_device(device, local_rank, local_size)
     if found.type == "cuda":
         torch.cuda.set_device(found)
     # Counts and flags go over gloo also beside GPUs: they must not wait for what is queued there.
@@ -177,7 +188,7 @@ def start(
         file_timeout = max(timeout, timedelta(seconds=FILE_TIMEOUT_S))
         file_group = torch.distributed.new_group(backend="gloo" if is_ours else None, timeout=file_timeout)
         mesh = make_mesh(found, layout, timeout)
-        yield Processes(found, rank, world_size, layout, mesh, local_rank, cast(Any, file_group))
+        yield Processes(found, rank, world_size, layout, mesh, local_rank, local_size, cast(Any, file_group))
     finally:
         if is_ours:
             torch.distributed.destroy_process_group()

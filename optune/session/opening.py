@@ -55,7 +55,9 @@ def start(
     - `batches` count epochs, and say what of them a checkpoint keeps.
     - `time_limit`: the run is saved and left when it is nearly over.
     """
-    fingerprint = resuming.make_fingerprint(identity)
+    fingerprint = resuming.make_fingerprint(
+        identity, rows_per_step=batches.units_per_step, data_ranks=processes.data_size
+    )
     progress: dict[str, Any] = dict(resuming.COUNTERS)
     notes: list[str] = []
     if resume_from is not None:

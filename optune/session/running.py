@@ -23,6 +23,8 @@ from optune.types import Microbatch
 class Batches(Protocol):
     """What a session has to know of the batches of `data.build_batches`."""
 
+    @property
+    def units_per_step(self) -> int: ...
     def epoch(self, step: int) -> float: ...
     def cursor(self, step: int) -> Any: ...
     def seek(self, step: int, cursor: Any) -> None: ...
@@ -217,10 +219,11 @@ class Session:
         if newest is not None and self.is_over:
             where["model"] = self._processes.on_main(self._publish_model, newest)
         if not self.is_over or self.owes_validation:
-            where["go on"] = f"optune resume {self._folder.path}"
+            where["go on"] = f"optune resume {self._processes.launch_options}{self._folder.path}"
         if self.step == self._first_step:
             nothing = f"nothing to train: step {self.step} of {self._total_steps} is done"
-            more = {"train on": f"optune resume {self._folder.path} epochs=… or max_steps=…"} if self.is_over else {}
+            resume = f"optune resume {self._processes.launch_options}{self._folder.path}"
+            more = {"train on": f"{resume} epochs=… or max_steps=…"} if self.is_over else {}
             title = nothing if self.is_over else f"left before step {self.step + 1} of {self._total_steps}"
             self._log.say(metrics.format_fields(title, where | more))
         self._log.finish(where, how="finished" if self.is_over else "stopped")

@@ -47,6 +47,7 @@ def test_a_signal_to_one_process_and_the_clock_end_all_after_the_same_step(tmp_p
     assert ranks == [[143, 0, 0, 0]] * 2
     log = (asked.folder / "log.txt").read_text()
     saved = int(re.findall(r"SIGUSR1: saving after step (\d+)", log)[0])
+    assert "go on " in log and "optune resume --nproc-per-node 2 " in " ".join(log.split())
     left = int(re.findall(r"SIGTERM: saving after step (\d+)", log)[0])
     assert saved < left < 18
     assert f"goes on after step {left} " in log

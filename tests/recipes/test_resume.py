@@ -118,6 +118,15 @@ def test_a_changed_rate_is_shown_and_refused_unless_allowed(config, tmp_path: Pa
     assert rates[10] > 1e-3 > rates[11]
 
 
+def test_a_step_of_another_number_of_rows_is_refused_by_its_numbers(config, tmp_path: Path, capsys):
+    straight = run("full_finetune", config, tmp_path / "straight", "checkpoint.save_every_steps=5")
+    shutil.rmtree(straight.checkpoints[-1])
+    assert main(["resume", str(straight.folder), "batch_size=1"]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "a step had 2 rows on 1 process" in message and "would have 1 on 1" in message
+    assert main(["resume", str(straight.folder), "batch_size=1", "gradient_accumulation_steps=2", "max_steps=11"]) == 0
+
+
 def test_changed_rows_are_refused(config, tmp_path: Path, capsys):
     straight = run("full_finetune", config, tmp_path / "straight", "checkpoint.save_every_steps=5")
     shutil.rmtree(straight.checkpoints[-1])
