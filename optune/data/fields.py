@@ -64,3 +64,12 @@ def parse_json(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
+
+
+def read_arguments(value: Any, field: str) -> Any:
+    """The arguments of a call, which OpenAI's API gives as JSON text: the object. Text that is no JSON would teach the
+    model to write such calls."""
+    arguments = parse_json(value)
+    if isinstance(arguments, str) and arguments.strip():
+        raise RowError(f"field '{field}.arguments': found text that is not JSON, wanted an object")
+    return arguments

@@ -26,7 +26,7 @@ from optune.data.examples import (
     Tokens,
     leave_out,
 )
-from optune.data.fields import Row, is_null, parse_json, take_answer, take_list, take_text, want
+from optune.data.fields import Row, is_null, parse_json, read_arguments, take_answer, take_list, take_text, want
 from optune.data.messages import check_chat, take_tools
 from optune.data.preference import read_preference
 from optune.data.sources import describe
@@ -97,7 +97,7 @@ def _read_calls(value: Any, field: str) -> list[dict[str, Any]]:
     for call in given if isinstance(given, list) and given else [given]:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise RowError(f"field '{field}': found {describe(call)}, wanted an object with name and arguments")
-        function = {"name": call["name"], "arguments": parse_json(call.get("arguments", {}))}
+        function = {"name": call["name"], "arguments": read_arguments(call.get("arguments", {}), field)}
         calls.append({"type": "function", "function": function})
     return calls
 

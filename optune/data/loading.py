@@ -137,6 +137,9 @@ def _prepare(encoder: RowEncoder, sources: list[Source], format: Format, cache: 
 
         results = encode_sources(encoder, sources, format)
         rows = join_results((count(source, result) for source, result in results), sources)
+        for source in sources:
+            if source.name not in rows.report.files:
+                rows.report.note("a source without a row", source.name)
         _check_stop(rows, encoder, chats)
         return rows, counts
 
@@ -165,8 +168,10 @@ def join_results(results: Iterable[Result], sources: Sequence[Source]) -> Rows:
         names = name_rows([source.name for source in sources[:3]], len(sources))
         # A note may be the cause: a template that leaves the answers out leaves no target.
         reasons = "; ".join([*report.skipped_lines(), *report.noted_lines()])
+        is_part = any(source.first or source.stop is not None for source in sources)
+        nothing = "no rows in the part that is taken" if is_part else "no rows"
         raise DataError(
-            f"none of the {report.rows} rows can be trained: {reasons}" if reasons else "no rows", where=names
+            f"none of the {report.rows} rows can be trained: {reasons}" if reasons else nothing, where=names
         )
     return Rows.join(parts, report)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optune.data.examples import EMPTY_ANSWER, NO_MESSAGES, Chat, RowError, SkippedRow
-from optune.data.fields import is_null, parse_json, want
+from optune.data.fields import is_null, parse_json, read_arguments, want
 from optune.data.sources import describe
 
 _ROLE = re.compile(r"[\w.-]+")
@@ -94,8 +94,9 @@ def _check_call(call: Any, field: str) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise RowError(f"field '{field}.function.name': found {describe(function.get('name'))}, wanted text")
     if "function" not in call:
-        return dict(call) | {"arguments": parse_json(call.get("arguments"))}
-    return dict(call) | {"function": dict(function) | {"arguments": parse_json(function.get("arguments"))}}
+        return dict(call) | {"arguments": read_arguments(call.get("arguments"), field)}
+    arguments = read_arguments(function.get("arguments"), f"{field}.function")
+    return dict(call) | {"function": dict(function) | {"arguments": arguments}}
 
 
 def _check_part(part: Any, field: str) -> dict[str, Any]:

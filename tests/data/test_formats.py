@@ -292,3 +292,21 @@ def test_a16_each_row_renders_its_own_tool_schema(tmp_path: Path) -> None:
         text = tokenizer.decode(both[index].tokens)
         assert json.dumps(rows[index]["tools"][0]) in text
         assert "null" not in text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": [{"function": CALL | {"arguments": "{a:1"}}]}]},
+        {"messages": [QUESTION, {"role": "assistant", "function_call": CALL | {"arguments": "{a:1"}}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "w1"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": "{a:1"}'},
+            ]
+        },
+    ],
+)
+def test_arguments_that_are_no_json_are_not_taught(row: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match=r"\.arguments': found text that is not JSON, wanted an object"):
+        read(row)

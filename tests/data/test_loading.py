@@ -308,3 +308,13 @@ def test_rows_whose_answers_the_template_leaves_out_say_so(tmp_path: Path) -> No
     tokenizer = data.load_tokenizer(fixtures.write_tokenizer(tmp_path / "t0", chat_template=source))
     with pytest.raises(DataError, match=r"3 no target .*the chat template leaves out messages of role assistant: 3"):
         load(tmp_path, tokenizer, GOOD)
+
+
+def test_a_source_without_a_row_is_noted(t0: data.Tokenizer, tmp_path: Path) -> None:
+    good = fixtures.write_rows(tmp_path / "good.jsonl", GOOD)
+    (empty := tmp_path / "empty.jsonl").write_text("\n")
+    rows = data.load_rows([good, empty, {"path": good, "split": "[7:]"}], t0)
+    assert len(rows) == len(GOOD)
+    assert [line for line in rows.report.noted_lines() if "a source without a row" in line and str(empty) in line]
+    with pytest.raises(DataError, match="no rows in the part that is taken"):
+        data.load_rows({"path": good, "split": "[7:]"}, t0)
