@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,8 @@ def test_a_signal_to_one_or_all_saves_one_checkpoint_and_ends_all(
     played: Played, name: str, code: int, signal_name: str
 ) -> None:
     assert played.code(name) == code, played.said(name)
-    assert f"{signal_name}: saving after step" in played.said(name)
+    # A signal may come just after a save that was due.
+    assert re.search(rf"{signal_name}: (saving after step|nothing new to save)", played.said(name))
     assert played.said(name).count("stopped after step") == 1
     assert played.errors(name) == []
     assert "Traceback" not in played.said(name)
