@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
+from optune.shards import is_sharded
 from optune.types import IGNORE, Microbatch
 
 Loss = Callable[[Any, Tensor, Microbatch], Tensor]
@@ -74,8 +75,8 @@ class _Words:
 
     @staticmethod
     def of(weight_VD: Any) -> _Words | None:
-        """None where the head is whole. Told by the class's name: importing it takes a part of every start."""
-        if type(weight_VD).__name__ != "DTensor":
+        """None where the head is whole."""
+        if not is_sharded(weight_VD):
             return None
         mesh = weight_VD.device_mesh
         if "tensor" not in (mesh.mesh_dim_names or ("tensor",)):

@@ -17,12 +17,12 @@ from optune.optim.buckets import make_buckets, make_entries
 from optune.optim.groups import divide_parameters
 from optune.optim.immediate import ImmediateStepper
 from optune.optim.in_backward import InBackwardStepper, refuse_plain_ddp
-from optune.optim.kinds import is_sharded
 from optune.optim.masters import make_master, needs_master
 from optune.optim.stash.choose import make_stash
 from optune.optim.stepper import SkipCounter, Stepper
 from optune.optim.subset import check_no_closure, check_subset_step
 from optune.optim.update import Update
+from optune.shards import is_sharded
 
 IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 """Settings that say how a step is computed. They belong to this run, not to the checkpoint that it resumes from."""

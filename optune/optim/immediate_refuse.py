@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from optune.errors import ConfigError
 from optune.optim.immediate_parts import Slot, reason_hidden, slots_of
 from optune.optim.immediate_read import Call, Reader
-from optune.optim.kinds import is_compiled, is_sharded
+from optune.optim.kinds import is_compiled
+from optune.shards import is_sharded
 
 SETTING = "optimizer_step"
 

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
-
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
-def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor: one rank's part of a tensor."""
-    return type(tensor).__name__ == "DTensor"
+from optune.shards import is_sharded
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optune.optim.buckets import Bucket, Entry
-from optune.optim.kinds import is_sharded, local_part
+from optune.optim.kinds import local_part
 from optune.optim.norms import clip_factor, combine_norms, combine_sharded_norms, parameter_norms, share
 from optune.optim.subset import slice_groups, step_slices
+from optune.shards import is_sharded
 
 
 class Update:

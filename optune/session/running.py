@@ -218,11 +218,11 @@ class Session:
         where |= {**self._batches.describe_end(self.step), "checkpoint": newest, "run folder": self._folder.path}
         if newest is not None and self.is_over:
             where["model"] = self._processes.on_main(self._publish_model, newest)
+        resume = f"optune resume {self._processes.launch_options}{self._folder.path}"
         if not self.is_over or self.owes_validation:
-            where["go on"] = f"optune resume {self._processes.launch_options}{self._folder.path}"
+            where["go on"] = resume
         if self.step == self._first_step:
             nothing = f"nothing to train: step {self.step} of {self._total_steps} is done"
-            resume = f"optune resume {self._processes.launch_options}{self._folder.path}"
             more = {"train on": f"{resume} epochs=… or max_steps=…"} if self.is_over else {}
             title = nothing if self.is_over else f"left before step {self.step + 1} of {self._total_steps}"
             self._log.say(metrics.format_fields(title, where | more))
