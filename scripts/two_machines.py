@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from optune import checkpoint, files  # noqa: E402
 from tests import fixtures  # noqa: E402
+from tune_cli import machines  # noqa: E402
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NOT_ALLOWED = 77
@@ -99,7 +100,9 @@ class Machine:
     def __init__(self, folder: Path, log: str, launch: list[str], words: list[str], namespace: str | None) -> None:
         prefix = ["ip", "netns", "exec", namespace] if namespace else []
         self.log = folder / log
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        # A machine finds its own interface; that of whoever runs this, perhaps loopback, is none of its own.
+        kept = {name: value for name, value in os.environ.items() if name != machines.GLOO_INTERFACE}
+        environment = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "tune_cli.main", "run", *launch, "full_finetune", *words],

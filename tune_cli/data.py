@@ -80,8 +80,8 @@ def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Bat
         raise ConfigError("is null, so there are no validation rows to show", where="data.validation")
 
     from optune import models, train
-    from optune.data.stream_preview import hold_window
-    from optune.data.streaming import StreamedBatches
+    from optune.data.streams.preview import hold_window
+    from optune.data.streams.batches import StreamedBatches
 
     source = models.resolve(cfg.model.path, weights=False)
     made = make_batches(cfg, source, models.check(source, weights=False), options.processes)

@@ -7,18 +7,18 @@ silent; it is printed here, last and once, for the rank that failed first. `over
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from optune.config.problems import suggest
 from optune.errors import ConfigError, TrainingError
-from tune_cli import worker
 from tune_cli.agent import SilentError, make_agent
 from tune_cli.arguments import Parser
 from tune_cli.machines import set_addresses
@@ -88,6 +88,19 @@ def _torchrun_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _kept_environment() -> Iterator[None]:
+    """What is filled in for workers ends with them: the next launch of this process may have other machines."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@_kept_environment()
 def launch(launch_words: Sequence[str], worker_words: Sequence[str], output_dir: str | Path | None = None) -> int:
     """Runs `optune <worker_words>` in every worker; prints a failure's cause last, and returns the worst exit code.
 
@@ -140,8 +153,6 @@ def _run_agent(options: argparse.Namespace, overseer: Overseer) -> int:
         raise ConfigError(f"torchrun: {error}") from error
     finally:
         launcher.LocalElasticAgent = before
-        for name in (worker.FOLDER, worker.RESTART, worker.KEEPS_WORDS):
-            os.environ.pop(name, None)
     overseer.keep_words()
     return 0
 

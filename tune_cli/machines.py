@@ -12,34 +12,47 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from optune.errors import ConfigError, TrainingError
+
 BEAT_S = 2.0
 SILENT_S = 20.0
 """A machine that has not been heard of for so long is gone: one could wait for it for ever."""
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
+NETWORK_S = 60.0
+"""How long one of several machines waits for a network."""
+LOOK_S = 0.5
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses that are nobody's (RFC 5737, RFC 3849): the way to them is the way to everywhere."""
+
 
 def set_addresses(options: Any, max_nodes: int) -> None:
-    """Fills in what torchrun and gloo would guess from the machine's name, which other machines often cannot resolve.
+    """Fills in what torchrun and gloo would guess from the machine's name, which other machines often cannot resolve,
+    and which this one often takes for loopback.
 
     The address of this machine is the one from which it reaches the rendezvous: it becomes `--local-addr`, and its
     interface GLOO_SOCKET_IFNAME. What the user has set stays. On one machine all is loopback, which needs no network.
+
+    Raises TrainingError when this machine, one of several, has found no address that others could reach after
+    `NETWORK_S`; ConfigError when GLOO_SOCKET_IFNAME keeps them to loopback.
     """
-    host, port = _read_endpoint(options) if max_nodes > 1 else ("127.0.0.1", 1)
-    own, target = _find_own_address(host, port)
-    if own is None:
-        return
-    if max_nodes > 1 and own.is_loopback and not _names_loopback(host):
-        return  # The machine's own name, which /etc/hosts maps to itself.
-    if options.local_addr is None:
+    several = max_nodes > 1
+    host, port = _read_endpoint(options) if several else ("127.0.0.1", 1)
+    own, target = _find_lasting_address(host, port, NETWORK_S if several and options.local_addr is None else 0.0)
+    addresses = [address for address in (_resolve(options.local_addr), own) if address is not None]
+    if several and addresses and not addresses[0].is_loopback:
+        _refuse_loopback_interface()
+    if options.local_addr is None and own is not None:
         options.local_addr = str(own)
-    if GLOO_INTERFACE not in os.environ and (name := _find_interface(own)):
+    if GLOO_INTERFACE not in os.environ and (name := next(filter(None, map(_find_interface, addresses)), None)):
         os.environ[GLOO_INTERFACE] = name
-    if max_nodes > 1 and options.rdzv_backend == "c10d":
+    if several and options.rdzv_backend == "c10d":
         words = [options.rdzv_conf] if options.rdzv_conf else []
         if "read_timeout" not in options.rdzv_conf:
             words.append(f"read_timeout={SILENT_S:.0f}")
-        if "is_host" not in options.rdzv_conf and own == target and not own.is_loopback and not _knows_itself(host):
+        is_here = own is not None and own == target and not own.is_loopback
+        if "is_host" not in options.rdzv_conf and is_here and not _knows_itself(host):
             words.append("is_host=true")
         options.rdzv_conf = ",".join(words)
 
@@ -56,15 +69,73 @@ def _read_endpoint(options: Any) -> tuple[str, int]:
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def _find_own_address(host: str, port: int) -> tuple[Address | None, Address | None]:
-    """The address from which this machine reaches `host`, and that of `host`. Nothing is sent."""
-    with contextlib.suppress(OSError, ValueError):
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            own, target = probe.getsockname()[0], probe.getpeername()[0]
-            return ipaddress.ip_address(own.partition("%")[0]), ipaddress.ip_address(target.partition("%")[0])
-    return None, None
+def _find_lasting_address(host: str, port: int, patience_s: float) -> tuple[Address | None, Address | None]:
+    """The address of this machine that others reach, and that of `host`; loopback only where `host` says loopback.
+
+    A network may come up after the job has begun: it is waited for. Where nothing is waited for and nothing is found,
+    None; else TrainingError.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            own, target = _find_own_address(host, port)
+            if not own.is_loopback or _names_loopback(host):
+                return own, target
+            # `host` is this machine: its name stands in its own /etc/hosts as 127.0.1.1.
+            if outward := _find_outward_address():
+                return outward, outward
+            why = f"{host} is {own} here, and no interface leads out"
+        except OSError as error:
+            why = error.strerror or str(error)
+        if patience_s == 0:
+            return None, None
+        if time.monotonic() >= end:
+            raise TrainingError(
+                f"this machine has found no address of its own that the others could reach, in {patience_s:.0f} s: {why}",
+                where=f"rendezvous {host}:{port}",
+                hint="give it with --local-addr ADDRESS; where all processes are on this machine, the endpoint is localhost",
+            )
+        time.sleep(LOOK_S)
+
+
+def _find_own_address(host: str, port: int) -> tuple[Address, Address]:
+    """The address from which this machine reaches `host`, and that of `host`. Nothing is sent. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        own, target = probe.getsockname()[0], probe.getpeername()[0]
+        return _parse(own), _parse(target)
+
+
+def _resolve(name: str | None) -> Address | None:
+    if name is not None:
+        with contextlib.suppress(OSError):
+            return _find_own_address(name, 1)[1]
+    return None
+
+
+def _parse(address: str) -> Address:
+    return ipaddress.ip_address(address.partition("%")[0])
+
+
+def _find_outward_address() -> Address | None:
+    """The address of this machine on the way to everywhere; without such a way, the only one that leaves it."""
+    for elsewhere in ELSEWHERE:
+        with contextlib.suppress(OSError):
+            own, _ = _find_own_address(elsewhere, 1)
+            if not own.is_loopback:
+                return own
+    import psutil
+
+    running = {name for name, interface in psutil.net_if_stats().items() if interface.isup}
+    found = [
+        _parse(address.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if name in running and address.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    found = [address for address in found if not address.is_loopback and not address.is_link_local]
+    return found[0] if len(found) == 1 else None
 
 
 def _names_loopback(host: str) -> bool:
@@ -82,6 +153,16 @@ def _find_interface(own: Address) -> str | None:
         if any(address.address.partition("%")[0] == str(own) for address in addresses):
             return name
     return None
+
+
+def _refuse_loopback_interface() -> None:
+    chosen = os.environ.get(GLOO_INTERFACE, "")
+    if _find_interface(ipaddress.IPv4Address("127.0.0.1")) in [name for name in chosen.split(",") if name]:
+        raise ConfigError(
+            "no other machine reaches this one there",
+            where=f"{GLOO_INTERFACE}={chosen}",
+            hint=f"unset {GLOO_INTERFACE}: the interface that leads to the rendezvous is found",
+        )
 
 
 def _knows_itself(host: str) -> bool:

@@ -23,8 +23,8 @@ from optune.data.collating import collate, permute
 from optune.data.grouping import group_steps
 from optune.data.packing import assign_packs, group_packs
 from optune.data.rows import Rows
-from optune.data.stream_blocks import StreamedRows
-from optune.data.streaming import StreamedBatches
+from optune.data.streams.blocks import StreamedRows
+from optune.data.streams.batches import StreamedBatches
 from optune.data.summary import summarize
 from optune.errors import DataError
 from optune.types import Microbatch

@@ -20,7 +20,7 @@ from optune.data.workers import Result
 from optune.errors import DataError
 
 if TYPE_CHECKING:
-    from optune.data.stream_blocks import StreamedRows
+    from optune.data.streams.blocks import StreamedRows
 
 
 def load_rows(
@@ -50,7 +50,7 @@ def load_rows(
     - `parse_special`: text of control tokens inside messages becomes control tokens; otherwise it stays text.
     - `embedding_rows`: of the model; a token beyond them makes its row a broken one.
     - `streaming`: nothing is read yet, and `build_batches` makes batches that read the files as they need them;
-      `shuffle_window`: how many rows are shuffled together then (None: `stream_blocks.DEFAULT_WINDOW`).
+      `shuffle_window`: how many rows are shuffled together then (None: `streams.blocks.DEFAULT_WINDOW`).
     - `cache`: the folder in which prepared rows are kept and looked for, `auto` for the usual one (see
       `cache.find_folder`), None to do without. Rows that are streamed are not kept.
 
@@ -59,7 +59,7 @@ def load_rows(
     """
     encoder = RowEncoder(tokenizer, max_length, truncation, train_on, parse_special, embedding_rows)
     if streaming:
-        from optune.data.stream_blocks import StreamedRows  # reads torch, which rows alone do not need
+        from optune.data.streams.blocks import StreamedRows  # reads torch, which rows alone do not need
 
         return StreamedRows(_list_streams(train), encoder, format, shuffle_window)
     if shuffle_window is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from optune.data.rows import Report, Tally
 from optune.data.sources import Mark
-from optune.data.windows import Place
+from optune.data.streams.windows import Place
 
 _SAMPLES, _SAMPLE_BYTES = 64, 64 * 1024
 

@@ -22,9 +22,9 @@ from optune.data.collating import collate
 from optune.data.formats import name_format
 from optune.data.rows import Report
 from optune.data.sources import name_rows
-from optune.data.stream_blocks import DEFAULT_WINDOW, Blocks, StreamedRows, Unit
-from optune.data.stream_position import Position, add_block, read_position, sample_file
-from optune.data.windows import Window
+from optune.data.streams.blocks import DEFAULT_WINDOW, Blocks, StreamedRows, Unit
+from optune.data.streams.position import Position, add_block, read_position, sample_file
+from optune.data.streams.windows import Window
 from optune.errors import DataError
 from optune.files import format_bytes
 from optune.types import Microbatch

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optune import data
-from optune.data import windows
-from optune.data.streaming import StreamedBatches
+from optune.data.streams import windows
+from optune.data.streams.batches import StreamedBatches
 from optune.errors import DataError
 from optune.types import Microbatch
 from tests import fixtures
@@ -30,8 +30,8 @@ def t0(tmp_path_factory: pytest.TempPathFactory) -> data.Tokenizer:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few rows, so that small files have many."""
-    monkeypatch.setattr("optune.data.stream_blocks._BLOCK", 3)
-    monkeypatch.setattr("optune.data.stream_blocks._PACKED_BLOCK", 5)
+    monkeypatch.setattr("optune.data.streams.blocks._BLOCK", 3)
+    monkeypatch.setattr("optune.data.streams.blocks._PACKED_BLOCK", 5)
 
 
 ROWS: list[dict[str, Any]] = [{"text": " ".join(f"w{(7 * i + k) % 65}" for k in range(1 + i % 5))} for i in range(23)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from optune.data import windows
+from optune.data.streams import windows
 from tests import fixtures
 from tests.recipes.running import Finished, run, write_inputs
 from tune_cli.main import main
@@ -20,8 +20,8 @@ STREAM = ("data.streaming=true", "data.shuffle_window=8", "max_steps=14", "epoch
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optune.data.stream_blocks._BLOCK", 3)
-    monkeypatch.setattr("optune.data.stream_blocks._PACKED_BLOCK", 6)
+    monkeypatch.setattr("optune.data.streams.blocks._BLOCK", 3)
+    monkeypatch.setattr("optune.data.streams.blocks._PACKED_BLOCK", 6)
     # As without the plots extra: drawing takes longer than the runs themselves.
     monkeypatch.setattr("optune.metrics.run_log.draw_plot", lambda run_dir: None)
 

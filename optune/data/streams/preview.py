@@ -8,7 +8,7 @@ import numpy as np
 
 from optune.data.batching import Batches
 from optune.data.rows import Rows
-from optune.data.streaming import StreamedBatches
+from optune.data.streams.batches import StreamedBatches
 
 
 def hold_window(stream: StreamedBatches) -> Batches:

@@ -14,8 +14,8 @@ from optune.data.formats import Format
 from optune.data.packing import assign_packs, group_packs
 from optune.data.rows import Report, Row
 from optune.data.sources import Source, parse_record, read_rows
-from optune.data.stream_position import Position
-from optune.data.windows import Place, Window, Windows
+from optune.data.streams.position import Position
+from optune.data.streams.windows import Place, Window, Windows
 
 DEFAULT_WINDOW = 10_000
 """Rows."""
