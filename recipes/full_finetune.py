@@ -69,6 +69,55 @@ def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_
     return tokenizer, batches, validation
 
 
+def outline(cfg: Config, config: models.DecoderConfig):
+    """The model that is trained, as names and shapes: it has no memory yet."""
+    model = models.outline(config).to(models.DTYPES[cfg.model.dtype])
+    model.activation_checkpointing = cfg.activation_checkpointing
+    return model
+
+
+def optimizer_settings(cfg: Config):
+    """What `optim.build_optimizer` takes beside parameters."""
+    factory, keywords = read_target(cfg.optimizer)
+    return {
+        "factory": factory,
+        "settings": keywords,
+        "parameter_groups": cfg.parameter_groups,
+        "master_weights": cfg.model.master_weights,
+    }
+
+
+def build(cfg: Config, model, processes: distributed.Processes, fill, positions_per_step: int):
+    """(optimizer, stepper): an outline is spread over the processes, gets its weights by `fill(model)`, and is trained.
+
+    `optune plan` calls this too, with weights that have no values: so it predicts what these lines really take.
+    """
+    distributed.spread(model, processes)
+    fill(model)
+    if cfg.compile:
+        model.compile_blocks()
+    # An ordinary optimizer, and the stepper that decides when it steps.
+    optimizer = optim.build_optimizer(model.named_parameters(), **optimizer_settings(cfg))
+    stepper = optim.build_stepper(
+        model,
+        optimizer,
+        when=cfg.optimizer_step,
+        max_grad_norm=cfg.max_grad_norm,
+        stash=cfg.gradient_stash,
+        max_skipped_steps=cfg.max_skipped_steps,
+        expected_tokens=positions_per_step,
+        variant=cfg.immediate_variant,
+        max_parameter_grad_norm=cfg.max_parameter_grad_norm,
+        reduce=processes.reduce,
+    )
+    return optimizer, stepper
+
+
+def loss_sum(model, hidden_BTD, microbatch):
+    """What is trained: the sum over the targets of a microbatch."""
+    return loss.next_token_loss(model, hidden_BTD, microbatch)
+
+
 def main(cfg: Config, validate_only: bool = False) -> int:
     """Trains as `cfg` says and returns the exit code; with `validate_only`, stops before anything is written."""
     settings = to_dict(cfg, hide_secrets=False)
@@ -77,46 +126,23 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
         time_limit = session.TimeLimit(cfg.max_time)
         loggers = [factory(**keywords) for factory, keywords in map(read_target, cfg.loggers)]
-        factory, keywords = read_target(cfg.optimizer)
-        optimizer_settings = {
-            "factory": factory,
-            "settings": keywords,
-            "parameter_groups": cfg.parameter_groups,
-            "master_weights": cfg.model.master_weights,
-        }
         processes.on_main(run_folder.check_output, cfg.output_dir, resume=cfg.resume)
         resume_from = processes.on_main(checkpoint.resolve, cfg.resume, cfg.output_dir)
         source = processes.in_turn(models.resolve, cfg.model.path)
         config = models.check(source)
         distributed.check_model(config, processes.layout, compiles=cfg.compile)
-        model = models.outline(config).to(models.DTYPES[cfg.model.dtype])  # names and shapes, no memory
-        optim.try_optimizer(model, **optimizer_settings, device=processes.device, mesh=processes.parameter_mesh)
+        model = outline(cfg, config)
+        device, mesh = processes.device, processes.parameter_mesh
+        optim.try_optimizer(model, **optimizer_settings(cfg), device=device, mesh=mesh)
 
         tokenizer, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
         total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
         schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))
 
-        # The model: from the checkpoint where the run goes on, else from the base. Each process reads its part.
-        distributed.spread(model, processes)
-        models.fill(model, resume_from or source, device=processes.device)
-        model.activation_checkpointing = cfg.activation_checkpointing
-        if cfg.compile:
-            model.compile_blocks()
+        def fill(model):  # each process reads its part
+            models.fill(model, resume_from or source, device=processes.device)
 
-        # An ordinary optimizer, and the stepper that decides when it steps.
-        optimizer = optim.build_optimizer(model.named_parameters(), **optimizer_settings)
-        stepper = optim.build_stepper(
-            model,
-            optimizer,
-            when=cfg.optimizer_step,
-            max_grad_norm=cfg.max_grad_norm,
-            stash=cfg.gradient_stash,
-            max_skipped_steps=cfg.max_skipped_steps,
-            expected_tokens=batches.positions_per_step,
-            variant=cfg.immediate_variant,
-            max_parameter_grad_norm=cfg.max_parameter_grad_norm,
-            reduce=processes.reduce,
-        )
+        optimizer, stepper = build(cfg, model, processes, fill, batches.positions_per_step)
         summary = session.summarize(
             cfg.model.path, source, model, batches, total_steps, optimizer, stepper, processes.describe()
         )
@@ -147,12 +173,12 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             summary=summary,
         ) as run:
             if validation:
-                train.evaluate(model, loss.next_token_loss, validation[:1])  # a rehearsal: fail now, not in hours
+                train.evaluate(model, loss_sum, validation[:1])  # a rehearsal: fail now, not in hours
 
             def validate():
                 with run.validating():
                     rows = run.until_stopped(validation)
-                    run.log_validation(train.evaluate(model, loss.next_token_loss, rows, sum_over_ranks=run.sum))
+                    run.log_validation(train.evaluate(model, loss_sum, rows, sum_over_ranks=run.sum))
 
             if validation and run.owes_validation:
                 validate()
@@ -160,7 +186,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
                 optim.set_learning_rate(optimizer, schedule, step)
                 microbatches = batches.microbatches(step, processes.data_rank)
                 result = train.train_step(
-                    model, loss.next_token_loss, stepper, microbatches,
+                    model, loss_sum, stepper, microbatches,
                     seed=cfg.seed, step=step, rank=processes.data_rank, sum_over_ranks=run.sum,
                     accumulation=cfg.accumulation,
                 )  # fmt: skip
