@@ -35,7 +35,8 @@ def summarize(
     fields: dict[str, object] = {
         "model": name if name == str(source) else f"{name} ({source})",
         "parameters": metrics.describe_parameters(trained, sum(parameter.numel() for parameter in parameters)),
-        "weights": f"{', '.join(sorted({_dtype_name(p) for p in parameters}))} on {parameters[0].device}",
+        "weights": f"{', '.join(sorted({_dtype_name(p) for p in parameters}))} on {parameters[0].device}"
+        + optim.describe_held(model.named_parameters(), optimizer),
     }
     fields["processes"] = processes
     fields |= batches.describe()

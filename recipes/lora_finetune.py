@@ -87,6 +87,8 @@ def optimizer_settings(cfg: Config):
         "settings": keywords,
         "parameter_groups": cfg.parameter_groups,
         "master_weights": cfg.model.master_weights,
+        "update_rounding": cfg.model.update_rounding,
+        "seed": cfg.seed,
     }
 
 

@@ -35,7 +35,8 @@ def pack_optimizer(
     """The state of `optimizer` as (JSON, tensors). The tensors are the optimizer's own: copy them before it steps.
 
     `named_parameters` are the model's. Where the optimizer holds another tensor under a parameter's name (`param_names`
-    of its group), that is a master weight, and becomes `state.<name>.master`.
+    of its group), that is a master weight, and becomes `state.<name>.master`; one that says how it is `rounding` has no
+    values between steps, and its name alone is kept.
     Raises `CheckpointError` for state that cannot be written without pickle, by name.
     """
     own = _names_by_parameter(named_parameters)
@@ -43,6 +44,7 @@ def pack_optimizer(
     states: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     masters: list[str] = []
+    rounded: list[str] = []
     faults: list[str] = []
     for index, group in enumerate(optimizer.param_groups):
         members = []
@@ -52,7 +54,9 @@ def pack_optimizer(
                 continue
             members.append(name)
             entries: dict[str, Any] = {}
-            if parameter not in own:
+            if _is_transient(parameter):
+                rounded.append(name)
+            elif parameter not in own:
                 masters.append(name)
                 tensors[f"state.{name}.master"] = parameter.detach()
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -72,7 +76,12 @@ def pack_optimizer(
             hint="choose an optimizer whose state is tensors, numbers and text",
         )
     rest = {"format": _FORMAT, "class": _class_name(optimizer), "groups": groups, "parameters": states}
-    return rest | {"masters": masters}, tensors
+    return rest | {"masters": masters, "rounded": rounded}, tensors
+
+
+def _is_transient(parameter: Tensor) -> bool:
+    """Whether what an optimizer holds has values only while it steps; the weight that it stands for has them all."""
+    return hasattr(parameter, "rounding")
 
 
 def _names_by_parameter(named_parameters: Parameters) -> dict[Tensor, str]:
@@ -197,7 +206,13 @@ def _compare(
     ]
     if not faults and fresh != saved:
         faults.append(f"the parameter groups are others: {_sizes(saved)}, the run has {_sizes(fresh)}")
-    masters = [name for group in named for name, parameter in group if parameter not in own]
+    rounded = [name for group in named for name, parameter in group if _is_transient(parameter)]
+    masters = [name for group in named for name, parameter in group if parameter not in own and name not in rounded]
+    saved_rounded = rest.get("rounded", [])
+    if not faults and rounded != saved_rounded:
+        faults.append(
+            f"updates of {len(saved_rounded)} parameters were rounded stochastically, the run rounds {len(rounded)}"
+        )
     faults += [f"missing: state.{name}.master" for name in masters if name not in rest["masters"]]
     faults += [f"unexpected: state.{name}.master" for name in rest["masters"] if name not in masters]
     referred = names_in(rest["groups"]) | names_in(rest["parameters"]) | {f"state.{n}.master" for n in rest["masters"]}

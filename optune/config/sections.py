@@ -50,11 +50,15 @@ OTHER_NAMES = {
 
 @dataclass
 class ModelSection:
-    """`path` is a folder in Hugging Face layout or a hub id; `dtype` is what the weights have in memory."""
+    """`path` is a folder in Hugging Face layout or a hub id; `dtype` is what the weights have in memory.
+
+    What keeps small updates of bf16 weights: `master_weights`, an fp32 copy; or `update_rounding`, by chance.
+    """
 
     path: str = option(is_path=True, not_empty=True)
     dtype: Literal["bf16", "fp32"] = "bf16"
     master_weights: Literal["none", "fp32"] = "none"
+    update_rounding: Literal["nearest", "stochastic"] = "nearest"
 
 
 @dataclass

@@ -5,7 +5,14 @@ the backward pass, inside it, or before the gradient flows on. The training step
 """
 
 from optune.optim.build import build_optimizer, build_stepper, why_whole
-from optune.optim.masters import fill_masters, named_masters, named_optimizer_parameters, warn_lost_updates
+from optune.optim.masters import (
+    describe_held,
+    fill_masters,
+    filled,
+    named_masters,
+    named_optimizer_parameters,
+    warn_lost_updates,
+)
 from optune.optim.schedule import Schedule, build_schedule, get_learning_rate, set_learning_rate
 from optune.optim.stepper import Stepper, StepStats
 from optune.optim.trial import try_optimizer
@@ -17,7 +24,9 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "build_stepper",
+    "describe_held",
     "fill_masters",
+    "filled",
     "get_learning_rate",
     "named_masters",
     "named_optimizer_parameters",

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optune.errors import ConfigError
+from optune.optim.rounding import rounding_of
 from optune.optim.subset import Slices
 
 
 @dataclass(eq=False)
 class Entry:
-    """A trainable parameter. `held` is what the optimizer has in its groups: the weight itself or its fp32 master."""
+    """A trainable parameter. `held` is what the optimizer has in its groups: the weight itself, its fp32 master, or a
+    transient, see `rounding.py`."""
 
     index: int
     name: str
@@ -25,8 +27,19 @@ class Entry:
     fired: bool = False
 
     @property
+    def is_own(self) -> bool:
+        """The optimizer steps the weight itself."""
+        return self.held is self.weight
+
+    @property
+    def is_rounded(self) -> bool:
+        """The weight is all that lasts; each update is rounded into it stochastically."""
+        return rounding_of(self.held) is not None
+
+    @property
     def has_master(self) -> bool:
-        return self.held is not self.weight
+        """The weight can be made again from what the optimizer holds."""
+        return not self.is_own and not self.is_rounded
 
 
 @dataclass(eq=False)
@@ -49,8 +62,9 @@ class Bucket:
 def make_entries(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
     """The trainable parameters of `model` in `named_parameters` order, matched with those that `optimizer` holds.
 
-    A parameter is matched by identity, or, where the optimizer holds a master copy, by the names that `build_optimizer`
-    leaves in its groups (`param_names`). Raises `ConfigError` when the two do not hold the same parameters.
+    A parameter is matched by identity, or, where the optimizer holds another tensor for it, by the names that
+    `build_optimizer` leaves in its groups (`param_names`). Raises `ConfigError` when the two do not hold the same
+    parameters.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_identity = {id(parameter): parameter for parameter in held}

@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 
 from optune.errors import ConfigError
 from optune.optim.after_backward import AfterBackwardStepper
-from optune.optim.buckets import make_buckets, make_entries
+from optune.optim.buckets import Bucket, make_buckets, make_entries
 from optune.optim.groups import divide_parameters
 from optune.optim.immediate import ImmediateStepper
 from optune.optim.in_backward import InBackwardStepper, refuse_plain_ddp
-from optune.optim.masters import make_master, needs_master
+from optune.optim.masters import choose_held
+from optune.optim.rounding import STEP_KEY
 from optune.optim.stash.choose import make_stash
 from optune.optim.stepper import SkipCounter, Stepper
-from optune.optim.subset import check_no_closure, check_subset_step
+from optune.optim.subset import check_no_closure, check_subset_step, find_subset_fault
 from optune.optim.update import Update
 from optune.shards import is_sharded
 
@@ -29,6 +30,7 @@ IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 """What torch 2.13 can step fused where parameters are sharded."""
 MODES = ("after_backward", "in_backward", "immediate")
+TORCHAO_ROUNDING = "bf16_stochastic_round"
 
 
 def why_whole(when: str) -> str | None:
@@ -48,6 +50,8 @@ def build_optimizer(
     settings: Mapping[str, Any],
     parameter_groups: Sequence[Mapping[str, Any]] = (),
     master_weights: str = "none",
+    update_rounding: str = "nearest",
+    seed: int = 0,
 ) -> Optimizer:
     """An ordinary, unwrapped torch optimizer over the parameters that require a gradient.
 
@@ -56,6 +60,9 @@ def build_optimizer(
       implementations differ in the last bit, so one is chosen here and used in every mode.
     - `parameter_groups`: `{"match": pattern, setting: value, …}`, see `divide_parameters`.
     - `master_weights="fp32"`: the optimizer holds an fp32 copy of each low-precision parameter.
+    - `update_rounding="stochastic"`: the optimizer computes and keeps its state in fp32, and each result is rounded
+      into the bf16 parameter up or down by chance, by random numbers that `seed`, the step and the parameter's name
+      decide. torchao's own `bf16_stochastic_round`, whose numbers depend on the order of updates, is taken as this.
 
     Each group has `initial_lr`, the rate that schedules multiply, and `param_names`, the names of its parameters.
     Loading a state dict does not change the implementation. Raises `ConfigError` for a keyword that the optimizer does
@@ -64,16 +71,12 @@ def build_optimizer(
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if not trained:
         raise ConfigError("no parameter requires a gradient: there is nothing to train", where="optimizer")
-    if master_weights not in ("none", "fp32"):
-        raise ConfigError(f"{master_weights!r} is neither none nor fp32", where="model.master_weights")
     check_keywords(factory, settings)
     names = [name for name, _ in trained]
     groups = divide_parameters(names, parameter_groups)
-    keep_masters = master_weights == "fp32"
-    held = {
-        name: make_master(parameter) if keep_masters and needs_master(parameter) else parameter
-        for name, parameter in trained
-    }
+    if settings.get(TORCHAO_ROUNDING) is True:
+        update_rounding, settings = "stochastic", {**settings, TORCHAO_ROUNDING: False}
+    held = choose_held(trained, master_weights=master_weights, update_rounding=update_rounding, seed=seed)
     optimizer = _construct(
         factory,
         settings,
@@ -87,6 +90,8 @@ def build_optimizer(
             _raise_unknown(unknown[0], optimizer.defaults, "parameter_groups", type(optimizer).__name__)
         group["param_names"] = chosen["params"]
         group["initial_lr"] = float(group["lr"])
+        if update_rounding == "stochastic":
+            group[STEP_KEY] = 0
         if isinstance(group["lr"], Tensor):
             # Groups that take the default would share one tensor, and setting one rate would set them all.
             group["lr"] = group["lr"].clone()
@@ -143,16 +148,14 @@ def build_stepper(
             f"variant, reduce and max_parameter_grad_norm belong to immediate, and the mode is {when}",
             where="optimizer_step",
         )
-    entries = make_entries(model, optimizer)
+    update = Update(optimizer, make_entries(model, optimizer), max_grad_norm)
     if when == "after_backward":
-        return AfterBackwardStepper(
-            optimizer, entries, max_grad_norm=max_grad_norm, max_skipped_steps=max_skipped_steps
-        )
+        # Steps the weights themselves, or what it steps cannot be divided: nothing is gained by parts.
+        at_once = all(entry.is_own for entry in update.entries) or find_subset_fault(optimizer) is not None
+        whole = None if at_once else _make_parts(model, update, buckets)
+        return AfterBackwardStepper(update, whole, max_skipped_steps=max_skipped_steps)
     check_subset_step(optimizer)
-    update = Update(optimizer, entries, max_grad_norm)
-    parts = make_buckets(model, entries, buckets)
-    for part in parts:
-        part.slices = update.prepare(part.name, part.entries).slices
+    parts = _make_parts(model, update, buckets)
     policy = make_stash(
         stash,
         model=model,
@@ -163,6 +166,13 @@ def build_stepper(
         processes=_count_processes(),
     )
     return InBackwardStepper(model, parts, policy)
+
+
+def _make_parts(model: nn.Module, update: Update, patterns: Sequence[str] | None) -> list[Bucket]:
+    parts = make_buckets(model, update.entries, patterns)
+    for part in parts:
+        part.slices = update.prepare(part.name, part.entries).slices
+    return parts
 
 
 def check_keywords(factory: Callable[..., Any], settings: Mapping[str, Any], *, where: str = "optimizer") -> None:

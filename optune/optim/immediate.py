@@ -159,6 +159,7 @@ class ImmediateStepper:
             )
         grad_norm, factor = self._update.take_norm(), float(self._smallest_factor)
         self._begin_step()
+        self._update.count_step()
         if not math.isfinite(grad_norm):
             raise _not_finite(f"the gradient norm is {grad_norm}")
         return StepStats(grad_norm, factor)

@@ -65,6 +65,7 @@ class InBackwardStepper:
             return self._stash.finish()
         finally:
             self._abandon()
+            self._stash.update.count_step()
 
     def describe(self) -> str:
         largest = max(sum(e.weight.numel() * e.weight.element_size() for e in b.entries) for b in self._buckets)

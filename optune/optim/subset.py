@@ -55,8 +55,8 @@ def check_no_closure(optimizer: Optimizer) -> None:
         )
 
 
-def check_subset_step(optimizer: Optimizer) -> None:
-    """Raises `ConfigError` when stepping `optimizer` part by part is not bitwise the same as stepping it whole.
+def find_subset_fault(optimizer: Optimizer) -> str | None:
+    """Why stepping `optimizer` part by part is not bitwise the same as stepping it whole; None where it is the same.
 
     Nothing is assumed about the class: two copies of the optimizer with small parameters are stepped, one whole and one
     part by part, and weights and state are compared. `optimizer` itself and its parameters stay as they are.
@@ -74,6 +74,12 @@ def check_subset_step(optimizer: Optimizer) -> None:
                     f"in a trial on small parameters, {differing} differs from that of one whole step: "
                     "what it does to one parameter depends on the others"
                 )
+    return reason
+
+
+def check_subset_step(optimizer: Optimizer) -> None:
+    """Raises `ConfigError` for what `find_subset_fault` finds."""
+    reason = find_subset_fault(optimizer)
     if reason is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} cannot be stepped on a part of its parameters: {reason}",

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from optune.errors import ConfigError
 from optune.optim.build import build_optimizer
+from optune.optim.masters import filled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +27,8 @@ def try_optimizer(
     *,
     parameter_groups: Sequence[Mapping[str, Any]] = (),
     master_weights: str = "none",
+    update_rounding: str = "nearest",
+    seed: int = 0,
     device: torch.device | str = "cpu",
     mesh: DeviceMesh | None = None,
 ) -> None:
@@ -48,11 +51,17 @@ def try_optimizer(
         values = [DTensor.from_local(each, mesh, by_rows, run_check=False) for each in values]
     stand_ins = [(name, nn.Parameter(each)) for (name, _), each in zip(trained, values, strict=True)]
     optimizer = build_optimizer(
-        stand_ins, factory=factory, settings=settings, parameter_groups=parameter_groups, master_weights=master_weights
+        stand_ins,
+        factory=factory,
+        settings=settings,
+        parameter_groups=parameter_groups,
+        master_weights=master_weights,
+        update_rounding=update_rounding,
+        seed=seed,
     )
     # Compiled optimizers are tried uncompiled: the same arithmetic without a minute of compiling. Those that round
     # stochastically draw from the global generator.
-    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"), filled(stand_ins, optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)

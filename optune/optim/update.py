@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from optune.optim.buckets import Bucket, Entry
 from optune.optim.kinds import local_part
 from optune.optim.norms import clip_factor, combine_norms, combine_sharded_norms, parameter_norms, share
+from optune.optim.rounding import STEP_KEY, fill, settle
 from optune.optim.subset import slice_groups, step_slices
 from optune.shards import is_sharded
 
@@ -73,7 +74,7 @@ class Update:
         """
         for entry in bucket.entries:
             # One by one, so that a bucket's bf16 gradients and their fp32 copies do not all live together.
-            if entry.has_master and entry.weight.grad is not None:
+            if not entry.is_own and entry.weight.grad is not None:
                 entry.held.grad = entry.weight.grad.float()
                 entry.weight.grad = None
         present = [entry for entry in bucket.entries if entry.held.grad is not None]
@@ -82,9 +83,20 @@ class Update:
         if factor != 1.0:
             gradients = [entry.held.grad for entry in present if entry.held.grad is not None]
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        rounded = [entry for entry in present if entry.is_rounded]
+        for entry in rounded:
+            fill(entry.held, entry.weight)
         step_slices(self.optimizer, bucket.slices)
         self.rewrite_weights(present)
         self.drop(present)
+        for entry in rounded:
+            settle(entry.held, entry.weight, self.optimizer.param_groups[0][STEP_KEY])
+
+    def count_step(self) -> None:
+        """Called once when a step is over, a skipped one too: random numbers of the next one are others."""
+        for group in self.optimizer.param_groups:
+            if STEP_KEY in group:
+                group[STEP_KEY] += 1
 
     @torch.no_grad()
     def rewrite_weights(self, entries: Sequence[Entry]) -> None:

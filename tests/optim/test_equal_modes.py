@@ -46,6 +46,7 @@ def train(
     stash: str = "auto",
     dtype: torch.dtype = torch.float32,
     masters: str = "none",
+    rounding: str = "nearest",
     model: SmallModel | None = None,
     **settings: Any,
 ) -> tuple[dict[str, Any], list[float], list[Any]]:
@@ -59,6 +60,7 @@ def train(
         settings=keywords,
         parameter_groups=GROUPS,
         master_weights=masters,
+        update_rounding=rounding,
     )
     stepper = optim.build_stepper(model, built, when=when, stash=stash, max_grad_norm=CLIPPING[clipping], **settings)
     schedule = optim.build_schedule(name="cosine", total_steps=STEPS, warmup_steps=2, min_lr_ratio=0.1)
