@@ -9,8 +9,10 @@ Three runs:
 
 - straight: two processes on one machine;
 - two machines: must end with the same weights, optimizer state and losses, bit for bit;
-- cut: the line is cut once a checkpoint is there. Both sides must end by themselves, with a cause, within `--bound`
-  seconds; the line is mended, the same command starts again with resume=auto, and must end as the straight run.
+- cut: the network comes up a few seconds after the start, and the first machine takes its own name for loopback, as
+  many an /etc/hosts has it. The line is cut once a checkpoint is there. Both sides must end by themselves, with a
+  cause, within `--bound` seconds; the line is mended, the same command starts again with resume=auto, and must end as
+  the straight run.
 
 Prints one line of JSON. Exits with 1 when anything differs, with 77 where namespaces are not allowed.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,9 +36,13 @@ sys.path.insert(0, str(ROOT))
 
 from optune import checkpoint, files  # noqa: E402
 from tests import fixtures  # noqa: E402
-from tune_cli import machines  # noqa: E402
+from tune_cli.machines import GLOO_INTERFACE  # noqa: E402
 
+NAMESPACES = Path("/etc/netns")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+HOSTS = ("127.0.1.1 machine-a", f"{ADDRESSES[0]} machine-a")
+"""What each machine's /etc/hosts says of the first one."""
+LATE_S = 5.0
 NOT_ALLOWED = 77
 CONFIG = """
 model: {path: m0, dtype: fp32}
@@ -58,8 +65,12 @@ class Network:
         self._ends = [f"ot{os.getpid() % 100000}{side}" for side in "ab"]
 
     def __enter__(self) -> Network:
-        for name in self.names:
+        for name, hosts in zip(self.names, HOSTS, strict=True):
             call("ip", "netns", "add", name)
+            # `ip netns exec` lays what is in this folder over /etc.
+            folder = NAMESPACES / name
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}\n")
         call("ip", "link", "add", self._ends[0], "type", "veth", "peer", "name", self._ends[1])
         for name, end, address in zip(self.names, self._ends, ADDRESSES, strict=True):
             call("ip", "link", "set", end, "netns", name)
@@ -71,6 +82,7 @@ class Network:
     def __exit__(self, *error: object) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            shutil.rmtree(NAMESPACES / name, ignore_errors=True)
 
     def cut(self) -> None:
         call("ip", "-n", self.names[0], "link", "set", self._ends[0], "down")
@@ -90,6 +102,8 @@ def are_allowed() -> str:
             return ""
     except FileNotFoundError:
         return "there is no `ip` command"
+    except PermissionError as error:
+        return str(error)
     except subprocess.CalledProcessError as error:
         return error.stderr.decode(errors="replace").strip()
 
@@ -101,7 +115,7 @@ class Machine:
         prefix = ["ip", "netns", "exec", namespace] if namespace else []
         self.log = folder / log
         # A machine finds its own interface; that of whoever runs this, perhaps loopback, is none of its own.
-        kept = {name: value for name, value in os.environ.items() if name != machines.GLOO_INTERFACE}
+        kept = {name: value for name, value in os.environ.items() if name != GLOO_INTERFACE}
         environment = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -127,9 +141,10 @@ class Machine:
         return self.log.read_text(errors="replace").splitlines()[-2:]
 
 
-def start_both(folder: Path, network: Network, name: str, words: list[str]) -> list[Machine]:
+def start_both(folder: Path, network: Network, name: str, words: list[str], first: str = ADDRESSES[0]) -> list[Machine]:
+    """The same command on both machines; `first` names the first one."""
     launch = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", name]
-    launch += ["--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
+    launch += ["--rdzv-endpoint", f"{first}:29500"]
     return [Machine(folder, f"{name}-{space[-1]}.log", launch, words, space) for space in network.names]
 
 
@@ -158,7 +173,10 @@ def wait_until(holds: Callable[[], bool], machines: list[Machine], limit_s: floa
 def cut_and_go_on(folder: Path, network: Network, words: list[str], bound_s: float, limit_s: float) -> dict[str, Any]:
     """The third run; what was seen."""
     run_dir = folder / "cut"
-    machines = start_both(folder, network, "before", [*words, "output_dir=cut"])
+    network.cut()
+    machines = start_both(folder, network, "before", [*words, "output_dir=cut"], first="machine-a")
+    time.sleep(LATE_S)
+    network.mend()
     if not wait_until(lambda: any(run_dir.glob("checkpoints/step-*")), machines, limit_s):
         return {"problem": "no checkpoint came", "said": [machine.last_lines for machine in machines]}
     network.cut()

@@ -52,8 +52,9 @@ def set_addresses(options: Any, max_nodes: int) -> None:
         if "read_timeout" not in options.rdzv_conf:
             words.append(f"read_timeout={SILENT_S:.0f}")
         is_here = own is not None and own == target and not own.is_loopback
-        if "is_host" not in options.rdzv_conf and is_here and not _knows_itself(host):
-            words.append("is_host=true")
+        is_host = None if "is_host" in options.rdzv_conf else _judge_host(host, is_here)
+        if is_host is not None:
+            words.append(f"is_host={str(is_host).lower()}")
         options.rdzv_conf = ",".join(words)
 
 
@@ -91,9 +92,9 @@ def _find_lasting_address(host: str, port: int, patience_s: float) -> tuple[Addr
             return None, None
         if time.monotonic() >= end:
             raise TrainingError(
-                f"this machine has found no address of its own that the others could reach, in {patience_s:.0f} s: {why}",
+                f"in {patience_s:.0f} s this machine found no address of its own that the others could reach: {why}",
                 where=f"rendezvous {host}:{port}",
-                hint="give it with --local-addr ADDRESS; where all processes are on this machine, the endpoint is localhost",
+                hint="give it with --local-addr ADDRESS; where all are on this machine, the endpoint is localhost",
             )
         time.sleep(LOOK_S)
 
@@ -165,11 +166,16 @@ def _refuse_loopback_interface() -> None:
         )
 
 
-def _knows_itself(host: str) -> bool:
-    """Whether torch sees by itself that `host` is this machine: it compares names."""
+def _judge_host(host: str, is_here: bool) -> bool | None:
+    """Whether this machine holds the rendezvous; None where torch sees that by itself. It compares names, and fails on
+    a machine that cannot resolve its own."""
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-    return _matches_machine_hostname(host)
+    try:
+        is_seen = _matches_machine_hostname(host)
+    except OSError:
+        return is_here
+    return True if is_here and not is_seen else None
 
 
 class Pulse:

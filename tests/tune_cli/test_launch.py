@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from optune.errors import ConfigError, TrainingError
 from tests.tune_cli.conftest import Optune, Result
 from tune_cli import launch, machines
 from tune_cli.launch import OURS, split_launch_options
@@ -63,7 +65,14 @@ def test_every_option_of_torchrun_is_passed_on_as_torchrun_reads_it() -> None:
         ("--no-pyth fake.py --config c.yaml", "optune says what the workers run"),
         ("--n 2 fake.py --config c.yaml", "may be --nnodes or"),
         ("--nproc-per-node two fake.py --config c.yaml", "must be a number, cpu, gpu or auto, not 'two'"),
-        ("--nproc-per-node 0 fake.py --config c.yaml", "must be a number, cpu, gpu or auto, not '0'"),
+        ("--nproc-per-node 0 fake.py --config c.yaml", "--nproc-per-node must be 1 or more, not 0"),
+        ("--nnodes 1:2 fake.py --config c.yaml", "a run keeps its number of machines"),
+        (
+            "--nproc-per-node 3 fake.py --config c.yaml parallel.replicate=2",
+            "does not divide the number of processes, 3",
+        ),
+        ("--nproc-per-node 2 fake.py --config c.yaml device=cuda:0", "is one device, and 2 processes"),
+        ("--nproc-per-node 2 fake.py --config c.yaml max_steps=4 schedule.warmup_steps=5", "would never be reached"),
         ("--nnodes x fake.py --config c.yaml", "--nnodes"),
         ("--nnodes 2:1 fake.py --config c.yaml", "--nnodes"),
         ("--max-restarts -1 fake.py --config c.yaml", "--max-restarts must be 0 or more"),
@@ -119,16 +128,116 @@ def test_what_a_user_says_of_addresses_stays(no_interface: None, monkeypatch: py
     assert os.environ[machines.GLOO_INTERFACE] == "eth7"
 
 
-def test_a_machine_whose_name_means_loopback_tells_no_other_machine_so(
+OUTWARD = "10.1.2.3"
+
+
+def play_network(monkeypatch: pytest.MonkeyPatch, ways: dict[str, tuple[str, str] | None], silent: int = 0) -> None:
+    """A machine with the interfaces lo and eth0, whose way to each host leads from an address to one; None is no way.
+    At first there is none for so many questions."""
+    asked = 0
+
+    def find(host: str, port: int) -> tuple[machines.Address, machines.Address]:
+        nonlocal asked
+        asked += 1
+        way = ways.get(host) if asked > silent else None
+        if way is None:
+            raise OSError(101, "Network is unreachable")
+        return machines._parse(way[0]), machines._parse(way[1])
+
+    interfaces = {"127.0.0.1": "lo", OUTWARD: "eth0"}
+    monkeypatch.setattr(machines, "_find_own_address", find)
+    monkeypatch.setattr(machines, "_find_interface", lambda own: interfaces.get(str(own)))
+    monkeypatch.setattr("psutil.net_if_stats", dict)
+    monkeypatch.setattr(machines, "LOOK_S", 0.001)
+    monkeypatch.setattr(machines, "NETWORK_S", 0.1)
+
+
+NODE_A = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29511")
+OWN_NAME = {"node-a": ("127.0.1.1", "127.0.1.1")}
+"""As in an /etc/hosts that maps the machine's own name to 127.0.1.1."""
+DEFAULT_ROUTE = {machines.ELSEWHERE[0]: (OUTWARD, machines.ELSEWHERE[0])}
+
+
+def test_a_machine_whose_name_means_loopback_tells_the_others_the_address_of_its_default_route(
     no_interface: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an /etc/hosts that maps the machine's own name to 127.0.1.1."""
-    own = [(2, 2, 17, "", ("127.0.1.1", 29511))]
-    monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **keywords: own)
-    options = read_options("--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29511")
+    play_network(monkeypatch, OWN_NAME | DEFAULT_ROUTE)
+    options = read_options(*NODE_A)
     machines.set_addresses(options, 2)
-    assert options.local_addr is None
+    assert (options.local_addr, os.environ[machines.GLOO_INTERFACE]) == (OUTWARD, "eth0")
+    assert "is_host=true" in options.rdzv_conf
+
+
+@pytest.mark.parametrize(("address", "is_host"), [(OUTWARD, "true"), ("10.1.2.4", "false")])
+def test_a_machine_that_cannot_resolve_its_own_name_knows_by_its_address_whether_it_holds_the_rendezvous(
+    no_interface: None, monkeypatch: pytest.MonkeyPatch, address: str, is_host: str
+) -> None:
+    def resolve(host: str) -> bool:
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    play_network(monkeypatch, {"node-a": (OUTWARD, address)})
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.utils._matches_machine_hostname", resolve)
+    options = read_options(*NODE_A)
+    machines.set_addresses(options, 2)
+    assert f"is_host={is_host}" in options.rdzv_conf
+
+
+def test_an_address_that_a_user_gives_decides_the_interface(
+    no_interface: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_network(monkeypatch, OWN_NAME | {OUTWARD: (OUTWARD, OUTWARD)})
+    options = read_options("--local-addr", OUTWARD, *NODE_A)
+    machines.set_addresses(options, 2)
+    assert (options.local_addr, os.environ[machines.GLOO_INTERFACE]) == (OUTWARD, "eth0")
+
+
+def test_a_network_that_comes_late_is_waited_for(no_interface: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_network(monkeypatch, {"node-a": (OUTWARD, "10.1.2.4")}, silent=4)
+    options = read_options(*NODE_A)
+    machines.set_addresses(options, 2)
+    assert (options.local_addr, os.environ[machines.GLOO_INTERFACE]) == (OUTWARD, "eth0")
+    assert "is_host" not in options.rdzv_conf
+
+
+@pytest.mark.parametrize(("ways", "why"), [({}, "Network is unreachable"), (OWN_NAME, "node-a is 127.0.1.1 here")])
+def test_without_an_address_that_others_reach_the_launch_fails_after_a_bounded_time(
+    no_interface: None, monkeypatch: pytest.MonkeyPatch, ways: dict[str, tuple[str, str]], why: str
+) -> None:
+    play_network(monkeypatch, ways)
+    with pytest.raises(TrainingError, match=rf"^rendezvous node-a:29511: .* no address of its own .*{why}") as failure:
+        machines.set_addresses(read_options(*NODE_A), 2)
+    assert "--local-addr" in (failure.value.hint or "")
     assert machines.GLOO_INTERFACE not in os.environ
+
+
+def test_an_interface_that_no_other_machine_reaches_is_refused(
+    no_interface: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_network(monkeypatch, {"node-a": (OUTWARD, "10.1.2.4"), "127.0.0.1": ("127.0.0.1", "127.0.0.1")})
+    monkeypatch.setenv(machines.GLOO_INTERFACE, "lo")
+    with pytest.raises(ConfigError, match=r"^GLOO_SOCKET_IFNAME=lo: no other machine reaches"):
+        machines.set_addresses(read_options(*NODE_A), 2)
+    here = read_options("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29511")
+    machines.set_addresses(here, 2)
+    assert here.local_addr == "127.0.0.1"
+
+
+def test_a_launch_leaves_the_environment_as_it_was(
+    optune: Optune, monkeypatch: pytest.MonkeyPatch, no_interface: None
+) -> None:
+    """What is filled in for one machine must not keep the next launch, of several, to loopback."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    seen: dict[str, str] = {}
+
+    def start(options: object) -> None:
+        seen.update(os.environ)
+
+    monkeypatch.setattr("torch.distributed.run.run", start)
+    optune("run", "--nproc-per-node", "0", "fake.py", "--config", "c.yaml")  # so that what torch itself sets is there
+    before = dict(os.environ)
+    assert optune("run", "--nproc-per-node", "2", "fake.py", "--config", "c.yaml").code == 0
+    assert seen[machines.GLOO_INTERFACE].startswith("lo") and "OMP_NUM_THREADS" in seen
+    assert dict(os.environ) == before
 
 
 @pytest.mark.slow
