@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optune import shards
 from optune.errors import ConfigError, TrainingError
 from optune.loss import Loss
 from optune.optim import Stepper
@@ -86,7 +87,7 @@ def train_step(
     backward for each microbatch) or `breadth_first` (all microbatches through each block). Raises TrainingError where
     the step has no target at all.
     """
-    device = next(model.parameters()).device
+    device = shards.input_device(next(model.parameters()))
     model.train()
     counts = (
         sum(microbatch.count_targets() for microbatch in microbatches),
@@ -165,7 +166,7 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
+    device = shards.input_device(next(model.parameters()))
     total, targets = 0.0, 0.0
     for microbatch in microbatches:
         on_device = microbatch.to(device)

@@ -135,9 +135,9 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         resume_from = processes.on_main(checkpoint.resolve, cfg.resume, cfg.output_dir)
         source = processes.in_turn(models.resolve, cfg.model.path)
         config = models.check(source)
-        distributed.check_model(config, processes.layout, compiles=cfg.compile)
+        distributed.check_model(config, processes.layout)
         model = outline(cfg, config)
-        device, mesh = processes.device, processes.parameter_mesh
+        device, mesh = processes.parameter_device, processes.parameter_mesh
         optim.try_optimizer(model, **optimizer_settings(cfg), device=device, mesh=mesh)
 
         tokenizer, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
@@ -145,7 +145,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))
 
         def fill(model):  # each process reads its part
-            models.fill(model, source, device=processes.device)
+            models.fill(model, source, device=processes.parameter_device)
             train.seed_everything(cfg.seed)
             lora.start(model)
             if resume_from is not None:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import signal
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tune_cli.messages import Cause
+from tune_cli.messages import DEBUG, Cause, print_causes
 from tune_cli.worker import get_report_path, get_words_path
 
-_LAST_WORDS = 12
+_LAST_WORDS = 40
+_DEATH = re.compile(
+    r"^Fatal Python error|^Traceback \(most recent|^terminate called|^libc\+\+abi|^\w*(Error|Exception)\b|"
+    r"Assertion .*failed|^(free|malloc|munmap|double free|corrupted)\b|Segmentation fault|Bus error|CUDA error|"
+    r"device-side assert"
+)
+"""How accounts of a death begin: Python's, C++'s, libc's, CUDA's."""
 _SEVERITY = {0: 0, 130: 1, 143: 1, 2: 2}
 """1, and whatever a recipe returns, is the worst: 2 promises that nothing was written."""
 _STOPS = {-signal.SIGINT: 130, -signal.SIGTERM: 143, 130: 130, 143: 143}
@@ -69,11 +78,14 @@ def _read_end(folder: Path, rank: int, code: int | None, seen: float | None) -> 
 
 
 def _read_last_words(path: Path) -> str:
+    """What a dying process says of it: from the first line of such an account on; progress explains nothing."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    return "\n".join(lines[-_LAST_WORDS:])
+    lines = lines[-_LAST_WORDS:]
+    first = next((index for index, line in enumerate(lines) if _DEATH.search(line)), len(lines))
+    return "\n".join(lines[first:])
 
 
 def _guess_cause(code: int) -> Cause:
@@ -113,6 +125,15 @@ def _blame(ends: Iterable[End], count: int, *, may_restart: bool, is_lost: bool 
 
 def _worst(ends: Sequence[End]) -> int:
     return max((end.exit_code for end in ends), key=lambda code: _SEVERITY.get(code, 3), default=0)
+
+
+def print_conclusion(found: Conclusion, *, prefix: str = "error") -> None:
+    """The last words of a rank that said no more, its traceback with --debug, then the causes."""
+    if os.environ.get(DEBUG) and found.traceback:
+        print(found.traceback, file=sys.stderr, end="")
+    if found.last_words:
+        print(f"its last words:\n{found.last_words}", file=sys.stderr)
+    print_causes(found.causes, prefix=prefix)
 
 
 def pack(conclusion: Conclusion) -> str:

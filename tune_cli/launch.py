@@ -10,17 +10,17 @@ import argparse
 import contextlib
 import logging
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from optune.config.problems import suggest
 from optune.errors import ConfigError, TrainingError
+from tune_cli import scratch
 from tune_cli.agent import SilentError, make_agent
 from tune_cli.arguments import Parser
+from tune_cli.before_start import check_config, check_counts, share_cores
 from tune_cli.machines import set_addresses
 from tune_cli.overseer import Overseer
 
@@ -101,35 +101,43 @@ def _kept_environment() -> Iterator[None]:
 
 
 @_kept_environment()
-def launch(launch_words: Sequence[str], worker_words: Sequence[str], output_dir: str | Path | None = None) -> int:
+def launch(launch_words: Sequence[str], worker_words: Sequence[str], cfg: Any, *, logs: bool = True) -> int:
     """Runs `optune <worker_words>` in every worker; prints a failure's cause last, and returns the worst exit code.
 
-    `output_dir` is the run's folder, to whose log the cause is added.
+    `cfg` is the checked config of what they run; with `logs` a failure's cause is added to the log of its run folder.
     """
     options = _torchrun_parser().parse_args([*launch_words, "--module", "tune_cli.main", *worker_words])
     _refuse_nested()
-    _check_counts(options)
+    count, machines = check_counts(options)
+    signals = _list_signals(options)
+    check_config(cfg, count, machines)
+    if options.shutdown_timeout is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
+        options.shutdown_timeout = SAVE_S
+    share_cores(count)
+    set_addresses(options, machines)
     # The launcher reports a failure in forty lines around the one that matters.
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    base = Path(tempfile.mkdtemp(prefix="optune-launch-"))
-    log = None if output_dir is None else Path(output_dir) / "log.txt"
-    overseer = Overseer(base, keeps_words=options.redirects == options.tee == "0", log=log)
-    try:
-        return _run_agent(options, overseer)
-    finally:
-        if not overseer.has_left_words:
-            shutil.rmtree(base, ignore_errors=True)
+    log = Path(cfg.output_dir) / "log.txt" if logs else None
+    with scratch.make_folder() as base:
+        keeps_words = options.redirects == options.tee == "0"
+        if keeps_words and options.log_dir is None:
+            options.log_dir = str(base / "torch")  # torch leaves a folder of its own after a failure
+        return _run_agent(options, Overseer(base, keeps_words=keeps_words, log=log), signals)
 
 
-def _run_agent(options: argparse.Namespace, overseer: Overseer) -> int:
+def count_machines(launch_words: Sequence[str]) -> int:
+    """How many machines torchrun's options ask for. Raises ConfigError for counts that are none."""
+    return check_counts(_torchrun_parser().parse_args([*launch_words, "x"]))[1]
+
+
+def _run_agent(options: argparse.Namespace, overseer: Overseer, signals: list[str]) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher import api
 
-    signals = _list_signals(options)
     launcher: Any = api
     before = launcher.LocalElasticAgent
     # `launch_agent` takes no agent, and the one it makes waits for the dead.
@@ -160,7 +168,7 @@ def _run_agent(options: argparse.Namespace, overseer: Overseer) -> int:
 def _conclude(overseer: Overseer, otherwise: int = 1) -> int:
     """Tells how the workers ended. `otherwise` is the exit code where none has said."""
     found = overseer.conclude()
-    overseer.keep_words(or_say=bool(found.causes))
+    overseer.keep_words()
     if found.causes:
         overseer.tell(found)
     return found.exit_code if overseer.has_ends else otherwise
@@ -183,35 +191,3 @@ def _refuse_nested() -> None:
             "these processes have a launcher already: torchrun started this one",
             hint="leave torchrun's options to torchrun: `torchrun --nproc-per-node N -m tune_cli.main run RECIPE …`",
         )
-
-
-def _check_counts(options: argparse.Namespace) -> None:
-    """Checks and fills in what depends on the number of machines and processes."""
-    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
-
-    try:
-        least, most = parse_min_max_nnodes(options.nnodes)
-    except (ValueError, RuntimeError):
-        least, most = 0, 0
-    if not 0 < least <= most:
-        raise ConfigError(f"--nnodes must be a number or min:max, not {options.nnodes!r}")
-    try:
-        count = determine_local_world_size(options.nproc_per_node)
-    except ValueError as error:
-        count, why = 0, str(error)
-    else:
-        why = ""
-    if count < 1:
-        known = "not available" in why
-        message = (
-            f"{options.nproc_per_node!r}: {why}"
-            if known
-            else f"a number, cpu, gpu or auto, not {options.nproc_per_node!r}"
-        )
-        raise ConfigError(f"--nproc-per-node must be {message}" if not known else f"--nproc-per-node {message}")
-    if options.max_restarts < 0:
-        raise ConfigError(f"--max-restarts must be 0 or more, not {options.max_restarts}")
-    if options.shutdown_timeout is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
-        options.shutdown_timeout = SAVE_S
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    set_addresses(options, most)

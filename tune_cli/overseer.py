@@ -5,11 +5,13 @@ torch's agent starts, watches and restarts workers; `agent.py` adds to it, throu
 - the others end within seconds of the first that failed, however they hang; nobody waits for the dead;
 - a stop is waited for as long as the save takes, a second one ends all at once; SIGUSR1 goes to the workers;
 - what a restart cannot mend (a wrong config, a stop) is not restarted;
-- a machine that is cut off ends the others in `machines.SILENT_S`.
+- a worker that hangs as a whole ends the others in `heartbeat.SILENT_S`, a machine that is cut off in
+  `machines.SILENT_S`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -21,9 +23,10 @@ from types import FrameType
 from typing import Any
 
 from tune_cli import worker
-from tune_cli.failures import Conclusion, conclude, pack, read_ends, unpack
+from tune_cli.failures import Conclusion, conclude, pack, print_conclusion, read_ends, unpack
+from tune_cli.heartbeat import Listener, describe_silence
 from tune_cli.machines import Pulse
-from tune_cli.messages import print_causes
+from tune_cli.messages import DEBUG
 
 LEAVE_S = 3.0
 """How long the others have to notice by themselves that one has failed, and to say so."""
@@ -47,12 +50,13 @@ class Overseer:
         self._stopped_at = 0.0
         self._processes: dict[int, Any] = {}
         self._seen: dict[int, float] = {}
-        self.has_left_words = self._is_killed = False
+        self._is_killed = False
         self._found: Conclusion | None = None
         self._is_over = False
         self._attempts = 0
         self._silence = ""
         self._pulse: Pulse | None = None
+        self._listener: Listener | None = None
         self._store: Any = None
         self._group_size = self._world_size = 1
         self._has_told = threading.Lock()
@@ -74,6 +78,8 @@ class Overseer:
         self._seen, self._silence, self._is_over, self._found = {}, "", False, None
         self._store, self._group_size = group.store, group.group_world_size
         self._world_size = group.workers[0].world_size
+        pids = {rank: process.pid for rank, process in self._processes.items()}
+        self._listener = Listener(self.folder, pids, has_others=self._world_size > len(pids))
         for name in signals:
             signal.signal(signal.Signals[name], self._on_stop)
         if "SIGUSR1" not in signals:
@@ -111,7 +117,7 @@ class Overseer:
     # Ends
 
     def look(self) -> tuple[list[int], list[int]]:
-        """The ranks that still run, and those that ended otherwise than with 0."""
+        """The ranks that still run, and those that ended otherwise than with 0. One that hangs is ended."""
         running, ended = [], []
         for rank, process in self._processes.items():
             code = process.poll()
@@ -121,7 +127,17 @@ class Overseer:
                 ended.append(rank)
                 if not self._is_over:
                     self._seen.setdefault(rank, time.time())
+        if self._listener is not None and not self._is_over:
+            for rank in self._listener.find_silent(running):
+                self._end_silent(rank, self._listener.describe(rank))
         return running, ended
+
+    def _end_silent(self, rank: int, state: str) -> None:
+        """It cannot say so itself: its report is written for it."""
+        cause = describe_silence(state)
+        worker.write_report(self.folder, rank, exit_code=1, kind="failed", causes=[cause])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._processes[rank].pid, signal.SIGKILL)
 
     def wait_for_ends(self, limit_s: float, leaves: Callable[[], bool] = lambda: False) -> None:
         """Until all workers have ended, `leaves()` says so, or `limit_s` is over."""
@@ -208,21 +224,21 @@ class Overseer:
             time.sleep(POLL_S)
         return None
 
-    def keep_words(self, *, or_say: bool = False) -> None:
+    def keep_words(self) -> None:
         """Adds what ranks wrote outside the run's own log to it: before there was a run folder, and by libraries. Where
-        there is no run folder, with `or_say`, the words stay where they are, which is said."""
+        there is no run folder they are shown with --debug alone: nothing has begun, and the cause is told."""
         for path in sorted(self.folder.glob("rank-*.txt")):
             words = path.read_bytes()
             log = None if self._log is None else self._log.parent / "logs" / path.name
             if not words:
                 continue
-            if log is None or not log.parent.is_dir():
-                if or_say and not self.has_left_words:
-                    self.has_left_words = True
-                    print(f"what ranks other than 0 wrote is in {self.folder}", file=sys.stderr)
-                continue
-            with log.open("ab") as file:
-                file.write(b"written to stdout and stderr, before the run folder was there or by libraries:\n" + words)
+            if log is not None and log.parent.is_dir():
+                with log.open("ab") as file:
+                    file.write(
+                        b"written to stdout and stderr, before the run folder was there or by libraries:\n" + words
+                    )
+            elif os.environ.get(DEBUG):
+                print(f"{path.stem} wrote:\n{words.decode(errors='replace')}", file=sys.stderr)
 
     def tell(self, found: Conclusion, *, prefix: str = "error") -> None:
         """Prints a conclusion, and adds it to the run's log."""
@@ -265,17 +281,6 @@ class Overseer:
 def _describe_silence(what: str) -> Conclusion:
     hint = "is the machine up, and the network between them? `optune resume` goes on from the newest whole checkpoint"
     return Conclusion(1, [(what, hint)], may_restart=True, is_lost=True)
-
-
-def print_conclusion(found: Conclusion, *, prefix: str = "error") -> None:
-    """The last words of a rank that said no more, its traceback with --debug, then the causes."""
-    from tune_cli.messages import DEBUG
-
-    if os.environ.get(DEBUG) and found.traceback:
-        print(found.traceback, file=sys.stderr, end="")
-    if found.last_words:
-        print(f"its last words:\n{found.last_words}", file=sys.stderr)
-    print_causes(found.causes, prefix=prefix)
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:

@@ -46,7 +46,7 @@ def run(words: list[str]) -> int:
     request = Request(recipe, config, [*resumed, allowed, *others[1:]], options.allow_target)
     cfg = request.load()
     if launch_words:
-        return launch(launch_words, ["resume", *rest], cfg.output_dir)
+        return launch(launch_words, ["resume", *rest], cfg)
     return train(recipe, cfg)
 
 

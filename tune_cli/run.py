@@ -50,7 +50,7 @@ def run(words: list[str]) -> int:
         return run_grid(request, launch_words)
     cfg = request.load()
     if launch_words:
-        return launch(launch_words, ["run", *rest], cfg.output_dir)
+        return launch(launch_words, ["run", *rest], cfg)
     if restart := worker.read_restart():
         cfg = request.load(_go_on(cfg.resume, cfg.output_dir, restart))
     return train(request.recipe, cfg)

@@ -12,12 +12,14 @@ from typing import Any
 
 from optune.config.emit import write_override
 from optune.errors import ConfigError, TrainingError
+from tune_cli.launch import count_machines, split_launch_options
 from tune_cli.run import Request, make_parser, read_request
 
-USAGE = "RECIPE --config CONFIG [--steps N] [--cut K] [key=value …]"
+USAGE = "[torchrun options] RECIPE --config CONFIG [--steps N] [--cut K] [key=value …]"
 DESCRIPTION = """Trains N steps twice: once straight, and once stopped after step K and resumed in a new process. Then
 it compares weights, optimizer state and logged losses bit for bit and says whether they are equal. It works aside, in
-<output_dir>.verify-resume, which is removed afterwards. A warm-up that does not fit into N steps is shortened."""
+<output_dir>.verify-resume, which is removed afterwards. A warm-up that does not fit into N steps is shortened. Torchrun
+options (--nproc-per-node 2 …) before RECIPE go to each of the runs: several processes of this machine."""
 MACHINE = ("tokens_per_s", "peak_memory_gib", "step_s")
 """Keys of a metrics line that a clock decides."""
 
@@ -28,17 +30,20 @@ def run(words: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps of each run (default 6)")
     parser.add_argument("--cut", type=int, metavar="K", help="the step after which the second run stops (default N/2)")
     parser.add_argument("--keep", action="store_true", help="leave both run folders for a closer look")
-    options, others = parser.split(words)
+    launch_words, rest = split_launch_options(words, parser)
+    options, others = parser.split(rest)
     cut = options.steps // 2 if options.cut is None else options.cut
     if not 1 <= cut < options.steps:
         parser.error(f"the cut must lie between step 1 and step {options.steps - 1}, not after step {cut}")
     request = read_request(parser, options, others)
+    if launch_words and count_machines(launch_words) > 1:
+        raise ConfigError("--nnodes: it works on one machine", hint="--nproc-per-node starts several processes on it")
     cfg = request.load()
     folder = Path(f"{Path(cfg.output_dir).absolute()}.verify-resume")
     if folder.exists():
         raise ConfigError("is left from an earlier call", where=str(folder), hint="remove it")
     try:
-        differences = _run_both(request, folder, options.steps, cut)
+        differences = _run_both(request, launch_words, folder, options.steps, cut)
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -51,7 +56,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _run_both(request: Request, folder: Path, steps: int, cut: int) -> list[str]:
+def _run_both(request: Request, launch_words: Sequence[str], folder: Path, steps: int, cut: int) -> list[str]:
     straight, resumed = folder / "straight", folder / "resumed"
     settings = [
         *_shorten_schedule(request.load().schedule, steps),
@@ -65,13 +70,14 @@ def _run_both(request: Request, folder: Path, steps: int, cut: int) -> list[str]
     ]
     allowed = [word for package in request.allow_targets for word in ("--allow-target", package)]
     config = ["--config", str(request.config)]
-    _train(["run", request.recipe.reference, *config, *allowed, *request.overrides, *settings], f"{steps} steps")
+    command = ["run", *launch_words, request.recipe.reference, *config, *allowed, *request.overrides, *settings]
+    _train(command, f"{steps} steps")
     last = f"step-{steps:06d}"
     shutil.copytree(straight, resumed, ignore=shutil.ignore_patterns("model", "plot.png", ".lock", last))
     for path in (resumed / "checkpoints").iterdir():
         if path.name != f"step-{cut:06d}":
             shutil.rmtree(path)
-    _train(["resume", *allowed, str(resumed)], f"from step {cut}")
+    _train(["resume", *launch_words, *allowed, str(resumed)], f"from step {cut}")
 
     from optune import checkpoint
 

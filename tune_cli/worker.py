@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tune_cli import scratch
+from tune_cli.heartbeat import get_beat_path, start_beating
+
 FOLDER = "OPTUNE_LAUNCH_FOLDER"
 RESTART = "OPTUNE_LAUNCH_RESTART"
 KEEPS_WORDS = "OPTUNE_LAUNCH_KEEPS_WORDS"
@@ -24,6 +27,8 @@ ranks other than 0 go to a file."""
 
 _PR_SET_PDEATHSIG = 1
 _OTHERS_S = 1.0
+_launcher: int | None = None
+"""The process that started this one."""
 
 
 def is_worker() -> bool:
@@ -53,8 +58,12 @@ def get_report_path(folder: Path, rank: int) -> Path:
 
 
 def begin() -> None:
-    """Ends with the launcher from here on; sends the words of all ranks but 0 to a file of their own."""
+    """Ends with the launcher from here on, and shows it that this process lives; sends the words of all ranks but 0 to
+    a file of their own."""
+    global _launcher
+    _launcher = os.getppid()
     _end_with_launcher()
+    start_beating(get_beat_path(Path(os.environ[FOLDER]), read_rank()))
     if read_rank() == 0 or not os.environ.get(KEEPS_WORDS):
         return
     with contextlib.suppress(OSError):
@@ -86,6 +95,23 @@ def leave_report(
     """Says how this process ends: `kind` is done, stopped, failed, lost (another process does not answer) or dropped
     (the launcher gave it up)."""
     folder = Path(os.environ[FOLDER])
+    write_report(folder, read_rank(), exit_code=exit_code, kind=kind, causes=causes, traceback=traceback)
+    if kind == "failed":
+        _wait_for_others(folder)
+    if _launcher is not None:
+        scratch.remove_if_forsaken(folder, _launcher)
+
+
+def write_report(
+    folder: Path,
+    rank: int,
+    *,
+    exit_code: int,
+    kind: str,
+    causes: list[tuple[str, str | None]] | None = None,
+    traceback: str = "",
+) -> None:
+    """The report of a rank's end; by itself, or by the launcher for one that cannot."""
     report: dict[str, Any] = {
         "kind": kind,
         "exit_code": exit_code,
@@ -94,13 +120,11 @@ def leave_report(
         "time": time.time(),
         "host": socket.gethostname(),
     }
-    path = get_report_path(folder, read_rank())
+    path = get_report_path(folder, rank)
     aside = path.with_suffix(".part")
     with contextlib.suppress(OSError):
         aside.write_text(json.dumps(report), encoding="utf-8")
         aside.replace(path)
-    if kind == "failed":
-        _wait_for_others(folder)
 
 
 def _wait_for_others(folder: Path) -> None:

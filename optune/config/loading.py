@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Arguments
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +46,20 @@ def load(
     if {GROUPS, "optimizer"} <= vars(cfg).keys():
         check_groups(vars(cfg)[GROUPS], vars(cfg)["optimizer"], where, problems)
         problems.raise_if_any()
+    _check_length(cfg, where, problems)
+    problems.raise_if_any()
     return cfg
+
+
+def _check_length(cfg: Any, where: Callable[[str], str], problems: Problems) -> None:
+    """A warm-up longer than `max_steps` is refused here, before rows are read: they make no run longer."""
+    most, warmup = getattr(cfg, "max_steps", None), getattr(getattr(cfg, "schedule", None), "warmup_steps", None)
+    if most is not None and warmup is not None and warmup > most:
+        problems.add(
+            f"schedule.warmup_steps is {warmup} and max_steps is {most}: the rate would never be reached",
+            where=where("schedule.warmup_steps"),
+            hint=f"0 to {most}",
+        )
 
 
 def _find_targets(section: Any, prefix: str = "") -> Iterator[tuple[Any, str, str, str]]:

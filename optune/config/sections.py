@@ -136,11 +136,13 @@ class LoraSection:
 @dataclass
 class ParallelSection:
     """How several processes share the run: `replicate` copies of the model, each divided among `shard` x `tensor`
-    processes. `timeout_s` is how long a process waits for one that does not answer."""
+    processes. `offload`: weights, gradients and optimizer state stay in host memory, and the optimizer steps there.
+    `timeout_s` is how long a process waits for one that does not answer."""
 
     shard: int | Literal["auto"] = option("auto", minimum=1)
     replicate: int = option(1, minimum=1)
     tensor: int = option(1, minimum=1)
+    offload: bool = False
     timeout_s: int = option(600, minimum=1)
 
 

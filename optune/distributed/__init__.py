@@ -5,8 +5,9 @@ with distributed.start(device, shard="auto") as processes:
 """
 
 from optune.distributed.devices import find_device
-from optune.distributed.layout import Layout
+from optune.distributed.layout import Layout, divide
+from optune.distributed.pretending import pretend
 from optune.distributed.processes import Processes, start
 from optune.distributed.spread import check_model, spread
 
-__all__ = ["Layout", "Processes", "check_model", "find_device", "spread", "start"]
+__all__ = ["Layout", "Processes", "check_model", "divide", "find_device", "pretend", "spread", "start"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from optune import errors
 from optune.distributed.devices import find_device
 from optune.distributed.layout import Layout, divide
-from optune.errors import OptuneError
+from optune.errors import ConfigError, OptuneError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,8 +67,17 @@ class Processes:
         return self.layout.data_size
 
     def describe(self) -> str | None:
-        """How several processes share the run, such as `4: 2 replicas x 2 shards`; None for one."""
-        return self.layout.describe() if self.world_size > 1 else None
+        """How several processes share the run, such as `4: 2 replicas x 2 shards`; None for one that shares nothing."""
+        text = self.layout.describe() if self.world_size > 1 else "1"
+        if self.layout.offload:
+            where = "host memory" if self.device.type != "cpu" else "host memory, where a CPU has them anyway"
+            return f"{text}; weights, gradients and optimizer state in {where}"
+        return text if self.world_size > 1 else None
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where parameters, gradients and optimizer state lie: with offload not where they are computed with."""
+        return torch.device("cpu") if self.layout.offload else self.device
 
     @property
     def parameter_mesh(self) -> DeviceMesh | None:
@@ -157,24 +166,31 @@ def start(
     shard: int | Literal["auto"] = "auto",
     replicate: int = 1,
     tensor: int = 1,
+    offload: bool = False,
     timeout_s: int = 600,
     keep_whole: str | None = None,
 ) -> Iterator[Processes]:
     """Joins the processes that a launcher started, for as long as the context lasts.
 
-    - `shard`, `replicate`, `tensor`: how the model is divided, see `Layout`; `keep_whole`: why it cannot be.
+    - `shard`, `replicate`, `tensor`, `offload`: how the model is divided and where it lies, see `Layout`; `keep_whole`:
+      why it cannot be divided. Offload is FSDP2's: one process then makes a group of its own.
     - `timeout_s`: how long a process waits for one that does not answer before it ends with an error.
 
     Raises ConfigError where the device is not there, or where the layout does not fit the number of processes.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    layout = divide(world_size, shard=shard, replicate=replicate, tensor=tensor, keep_whole=keep_whole)
-    if world_size == 1:
+    layout = divide(world_size, shard=shard, replicate=replicate, tensor=tensor, offload=offload, keep_whole=keep_whole)
+    if world_size == 1 and not offload:
         yield Processes(find_device(device), layout=layout)
         return
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     found = find_device(device, local_rank, local_size)
+    if offload and found.type not in ("cuda", "cpu"):
+        raise ConfigError(
+            f"is true, and torch's FSDP2, which does it, knows no {found.type}", where="parallel.offload",
+            hint="use parallel.offload=false",
+        )  # fmt: skip
     if found.type == "cuda":
         torch.cuda.set_device(found)
     # Counts and flags go over gloo also beside GPUs: they must not wait for what is queued there.
@@ -186,7 +202,9 @@ def start(
         torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         file_timeout = max(timeout, timedelta(seconds=FILE_TIMEOUT_S))
-        file_group = torch.distributed.new_group(backend="gloo" if is_ours else None, timeout=file_timeout)
+        file_group = None
+        if world_size > 1:
+            file_group = torch.distributed.new_group(backend="gloo" if is_ours else None, timeout=file_timeout)
         mesh = make_mesh(found, layout, timeout)
         yield Processes(found, rank, world_size, layout, mesh, local_rank, local_size, cast(Any, file_group))
     finally:
@@ -200,6 +218,8 @@ def _find_store(rank: int, world_size: int, timeout: timedelta) -> Any:
     torch's launcher keeps one store for all attempts: after a restart a process that is quick would read there under
     which address another one was reached before it died, and wait for it until `timeout`.
     """
+    if world_size == 1:
+        return torch.distributed.HashStore()
     attempt = os.environ.get("OPTUNE_LAUNCH_RESTART") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 

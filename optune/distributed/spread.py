@@ -14,6 +14,7 @@ from optune.distributed.processes import Processes
 
 def spread(model: Any, processes: Processes) -> None:
     """Divides `model` among `processes` as their layout says, in place; alone, or where it stays whole, does nothing.
+    Offloaded parameters get their memory in `processes.parameter_device`, and come to the device block by block.
 
     `model` is a decoder (with `.blocks`) with its adapters, not yet compiled; steppers and optimizers are made
     afterwards. On the meta device nothing is allocated. With `tensor` > 1 each layer is split first. Then every block
@@ -22,37 +23,38 @@ def spread(model: Any, processes: Processes) -> None:
     Gradients are **summed** over the data ranks, so the loss of each is divided by the targets of all of them.
     Low-precision gradients are summed in fp32 and rounded once.
     """
-    if processes.world_size == 1 or processes.layout.keep_whole or processes.mesh is None:
+    if processes.layout.keep_whole or processes.mesh is None:
         return
     mesh, layout = processes.mesh, processes.layout
     if layout.tensor > 1:
         from optune.distributed import tensor_parallel
 
         tensor_parallel.apply(model, mesh["tensor"])
-    if layout.data_size == 1:
+    if layout.data_size == 1 and not layout.offload:
         return
-    _shard(model, mesh["shard"] if layout.replicate == 1 else mesh["replicate", "shard"])
+    _shard(model, mesh["shard"] if layout.replicate == 1 else mesh["replicate", "shard"], layout.offload)
 
 
-def check_model(config: Any, layout: Layout, *, compiles: bool) -> None:
+def check_model(config: Any, layout: Layout) -> None:
     """Raises ConfigError where a decoder of the shape `config` cannot be divided so, before anything is loaded."""
     if layout.tensor > 1:
         from optune.distributed import tensor_parallel
 
-        tensor_parallel.check(config, layout.tensor, compiles=compiles)
+        tensor_parallel.check(config, layout.tensor)
 
 
-def _shard(model: Any, mesh: Any) -> None:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+def _shard(model: Any, mesh: Any, offload: bool) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # The hidden states of a split model are a view of what was gathered. Nothing here changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
 
     is_low = any(parameter.element_size() < 4 for parameter in model.parameters() if parameter.requires_grad)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_low else None)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # Pinned memory is what copies can overlap from; without an accelerator there is none.
+    home = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=home)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def apply(model: Any, mesh: DeviceMesh) -> None:
     group.head(model.lm_head)
     model.register_forward_hook(lambda _module, _inputs, logits_BTV: logits_BTV.full_tensor())
     model.cached_heads = max(model.config.num_key_value_heads // mesh.size(), 1)
-    model.compile_blocks = _refuse_compiling
+    model.compile_blocks = partial(_compile_apart, model)
     if strangers := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
         raise ConfigError(
             f"no rule says how to split {', '.join(strangers[:3])} of {model.config.model_type}",
@@ -79,22 +80,23 @@ def apply(model: Any, mesh: DeviceMesh) -> None:
         )
 
 
-def _refuse_compiling(**_options: Any) -> None:
-    raise ConfigError(
-        "is true, but a block that is split over ranks shares no compiled code with the other blocks: torch would make "
-        "it anew for each, and gives up after eight",
-        where="compile",
-        hint="use compile=false with parallel.tensor above 1",
-    )
+def _compile_apart(model: Any, **options: Any) -> None:
+    """Compiles each block in place, each with a store of its own for what torch makes.
+
+    Otherwise blocks share one store, where plain blocks find each other's code. Blocks that are split do not (each has
+    functions of its own as `forward`), and torch gives up after eight entries. Eight for each block is what is left.
+    """
+    limits: Any = torch._dynamo.config
+    needed = len(model.blocks) * limits.recompile_limit
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, needed)
+    for block in model.blocks:
+        block.compile(isolate_recompiles=True, **options)
 
 
-def check(config: Any, size: int, *, compiles: bool = False) -> None:
-    """Raises ConfigError with every number of `config` that cannot be split over `size` ranks, and where blocks that
-    are split shall be compiled."""
+def check(config: Any, size: int) -> None:
+    """Raises ConfigError with every number of `config` that cannot be split over `size` ranks."""
     if size == 1:
         return
-    if compiles:
-        _refuse_compiling()
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     problems = []
     if heads % size:

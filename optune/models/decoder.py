@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from optune.models.cache import Cache
 from optune.models.families import DecoderConfig
 from optune.models.rope import rotate, tables
+from optune.shards import input_device
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
+        """Where inputs belong; offloaded weights lie in host memory."""
+        return input_device(self.model.embed_tokens.weight)
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """hidden_BTD before the first block."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from optune.errors import ConfigError
 from optune.optim.build import build_optimizer
 from optune.optim.masters import filled
+from optune.shards import make_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,10 +35,10 @@ def try_optimizer(
 ) -> None:
     """Builds the optimizer on small stand-ins of the parameters that `outline` trains, and takes one step.
 
-    `outline` has the names, ranks and dtypes of the model to come, and may lie on the meta device; `mesh` is what its
-    parameters will be spread over. What only a step finds out is found here: `capturable` on the CPU, an optimizer that
-    wants sparse gradients or cannot step shards. Raises `ConfigError` as `build_optimizer` does, and for whatever goes
-    wrong in the step.
+    `outline` has the names, ranks and dtypes of the model to come, and may lie on the meta device; `device` is where
+    its parameters will lie, `mesh` what they will be spread over. What only a step finds out is found here:
+    `capturable` on the CPU, an optimizer that wants sparse gradients or cannot step shards. Raises `ConfigError` as
+    `build_optimizer` does, and for whatever goes wrong in the step.
     """
     trained = [(name, parameter) for name, parameter in outline.named_parameters() if parameter.requires_grad]
     values = [
@@ -45,10 +46,11 @@ def try_optimizer(
         for _, parameter in trained
     ]
     if mesh is not None:
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import Shard
 
         by_rows = [Shard(0)] * mesh.ndim
-        values = [DTensor.from_local(each, mesh, by_rows, run_check=False) for each in values]
+        whole = [(value.shape[0] * mesh.size(), *value.shape[1:]) for value in values]
+        values = [make_dtensor(value, mesh, by_rows, shape) for value, shape in zip(values, whole, strict=True)]
     stand_ins = [(name, nn.Parameter(each)) for (name, _), each in zip(trained, values, strict=True)]
     optimizer = build_optimizer(
         stand_ins,

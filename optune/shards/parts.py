@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 Runs = tuple[tuple[int, int], ...]
@@ -58,6 +59,28 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 def is_spread(tensors: Tensors) -> bool:
     """Whether any of them is a part of a tensor, so that ranks write them together."""
     return any(isinstance(tensor, Part) or is_sharded(tensor) for tensor in tensors.values())
+
+
+def input_device(parameter: Tensor) -> torch.device:
+    """Where the inputs of a model belong that `parameter` is of. Offloaded parameters do not lie there themselves."""
+    return torch.device(parameter.device_mesh.device_type) if is_sharded(parameter) else parameter.device
+
+
+def is_offloaded(tensor: Tensor) -> bool:
+    """Whether it lies in host memory and is computed with on a device."""
+    return input_device(tensor).type != tensor.device.type
+
+
+def make_dtensor(values: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> DTensor:
+    """A DTensor of `shape` of which this rank holds `values`, in the very memory where they lie.
+
+    `DTensor.from_local` would move offloaded ones to the mesh's device."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), strides, values.dtype)
+    return DTensor(values, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def local_values(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from optune.errors import ModelError
-from optune.shards.parts import Runs, is_sharded, local_values, runs_of, spans
+from optune.shards.parts import Runs, is_sharded, local_values, make_dtensor, runs_of, spans
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -113,18 +113,15 @@ def read_part(stored: StoredTensor, target: Tensor) -> None:
 def read_like(stored: StoredTensor, model: DTensor, device: torch.device | str | None = None) -> Tensor:
     """A new DTensor with the stored values and dtype, laid out as `model` is where the shapes are the same.
 
-    Where they are not, every rank holds all of it.
+    Where they are not, every rank holds all of it. The values lie on `device`, or where those of `model` do.
     """
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     same = stored.shape == model.shape
     placements = model.placements if same else [Replicate()] * model.device_mesh.ndim
     local_shape = model.to_local().shape if same else stored.shape
     values = torch.empty(local_shape, dtype=stored.dtype, device=device or model.to_local().device)
-    strides = torch.empty(stored.shape, device="meta").stride()
-    made = DTensor.from_local(
-        values, model.device_mesh, placements, run_check=False, shape=stored.shape, stride=strides
-    )
+    made = make_dtensor(values, model.device_mesh, placements, stored.shape)
     read_part(stored, made)
     return made
 

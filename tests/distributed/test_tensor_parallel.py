@@ -293,14 +293,3 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_numbers(size: int, ove
         tensor_parallel.check(make_config("llama", **overrides), size)
     assert caught.value.where == "parallel.tensor"
     assert all(text in f"{caught.value} {caught.value.hint}" for text in texts), caught.value
-
-
-def test_compiling_a_split_model_is_refused_with_the_reason() -> None:
-    parts = distributed.Layout(tensor=2)
-    with pytest.raises(ConfigError, match="shares no compiled code") as caught:
-        distributed.check_model(make_config("llama"), parts, compiles=True)
-    assert (caught.value.where, caught.value.exit_code) == ("compile", 2)
-    distributed.check_model(make_config("llama"), parts, compiles=False)
-    distributed.check_model(
-        make_config("llama", num_attention_heads=5, num_key_value_heads=5), distributed.Layout(shard=2), compiles=True
-    )

@@ -16,6 +16,7 @@ from optune.optim.stash.host import HostStash, make_mover
 from optune.optim.stash.two_pass import TwoPassStash
 from optune.optim.stepper import SkipCounter
 from optune.optim.update import Update
+from optune.shards import is_offloaded
 
 POLICIES = ("auto", "hold", "cpu", "alias", "factored", "two_pass")
 WORTHWHILE = 0.5
@@ -67,9 +68,11 @@ def make_stash(
             )
         return FactoredStash(update, buckets, skips, choice.reason, model)
     if choice.policy == "cpu":
-        device = update.entries[0].weight.device
+        weight = update.entries[0].weight
+        device = weight.device
         gains = device.type != "cpu"
-        reason = choice.reason if gains else f"{choice.reason}; the device is the host itself, so hold does the same"
+        home = "gradients come to host memory anyway" if is_offloaded(weight) else "the device is the host itself"
+        reason = choice.reason if gains else f"{choice.reason}; {home}, so hold does the same"
         return HostStash(update, buckets, skips, reason, make_mover(device))
     if choice.policy == "two_pass":
         return TwoPassStash(update, buckets, skips, f"{choice.reason}; each step runs forward and backward twice")
@@ -96,6 +99,8 @@ def choose_policy(model: nn.Module, update: Update, *, expected_tokens: int | No
             )
     if device.type == "cuda":
         return Choice("cpu", f"up to {_mib(total)}; what finds no room in freed activations goes to pinned host memory")
+    if is_offloaded(update.entries[0].weight):
+        return Choice("hold", f"{_mib(total)} in host memory, where the update is made")
     return Choice("hold", f"{_mib(total)} that take the place of freed activations")
 
 
