@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What the texts of a config mean."""
+
+
+@runtime_checkable
+class PackedWeight(Protocol):
+    """A module that stands where a parameter would and holds its values in a form of its own."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    def pack(self, values: Tensor) -> None:
+        """Takes the values of the whole tensor, in any floating dtype."""
+        ...
+
 
 IGNORE = -100
 """The label of a position that is not trained."""

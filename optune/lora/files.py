@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -17,9 +18,13 @@ from optune.errors import ModelError
 from optune.lora import adapter, peft_config
 from optune.lora.layer import LoraLinear
 from optune.lora.peft_config import AdapterConfig
+from optune.lora.quantized import NF4, Nf4Linear, is_quantized
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+METADATA = {"format": "pt"}
+QUANTIZATION = "base_quantization"
+"""Beside `METADATA`: the format of the base's weights in training. Other tools pass over it."""
 LISTED = 40
 """Tensors that an error names before it counts the rest."""
 
@@ -46,10 +51,12 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         base = str(Path(base).resolve()) if Path(base).is_dir() else base
         peft_config.write(folder, model, adapted, base=base)
+    metadata = METADATA | ({QUANTIZATION: NF4} if is_quantized(model) else {})
     if shards.is_spread(keyed):
-        shards.write_file(folder / WEIGHTS_FILE, keyed, rank=rank)
+        shards.write_file(folder / WEIGHTS_FILE, keyed, rank=rank, metadata=metadata)
     elif rank == 0:
-        write_tensors({key: tensor for key, tensor in keyed.items() if isinstance(tensor, Tensor)}, folder)
+        whole = {key: tensor for key, tensor in keyed.items() if isinstance(tensor, Tensor)}
+        write_tensors(whole, folder, metadata)
 
 
 def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> list[str]:
@@ -100,10 +107,10 @@ def _build(model: nn.Module, config: AdapterConfig, names: list[str], dtype: tor
         )
 
 
-def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def write_tensors(tensors: Mapping[str, Tensor], folder: Path, metadata: Mapping[str, str] = METADATA) -> None:
     """Writes adapter_model.safetensors, keys as they are, readable by whoever may read adapter_config.json."""
     path = folder / WEIGHTS_FILE
-    save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, path, metadata=dict(metadata))
     # safetensors makes files that nobody else can read.
     path.chmod((folder / peft_config.CONFIG_FILE).stat().st_mode)
 
@@ -112,6 +119,25 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of adapter_model.safetensors by key. Raises ModelError where it is missing or damaged."""
     header = _read_header(folder / WEIGHTS_FILE)
     return {key: shards.read_tensor(stored, stored.dtype) for key, stored in header.items()}
+
+
+def read_metadata(folder: Path) -> dict[str, str]:
+    """What adapter_model.safetensors says of itself. Raises ModelError where it is missing or damaged."""
+    _read_header(folder / WEIGHTS_FILE)
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def read_quantization(folder: str | Path) -> str | None:
+    """The format in which the adapter's base was held while it was trained: `nf4`, or None for plain weights.
+
+    Raises ModelError for a format that is not known, and where the file is missing or damaged.
+    """
+    folder = Path(folder)
+    said = read_metadata(folder).get(QUANTIZATION)
+    if said not in (None, NF4):
+        raise ModelError(f"{QUANTIZATION} is {said!r}, and known is {NF4}", where=str(folder / WEIGHTS_FILE))
+    return said
 
 
 def _read_header(path: Path) -> dict[str, shards.StoredTensor]:
@@ -133,7 +159,7 @@ def _compare_tensors(
     wanted = {}
     for name in names:
         layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear | LoraLinear), name
+        assert isinstance(layer, nn.Linear | Nf4Linear | LoraLinear), name
         rank = config.settings(name)[0]
         wanted[f"{PREFIX}{name}.lora_A.weight"] = (rank, layer.in_features)
         wanted[f"{PREFIX}{name}.lora_B.weight"] = (layer.out_features, rank)

@@ -9,13 +9,14 @@ Shapes: N positions (any leading axes), I input features, O output features, R r
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import has_torch_function
+
+from optune.lora import operations
+from optune.lora.quantized import Nf4Linear, Nf4Weight
 
 
 class AdapterMatrix(nn.Module):
@@ -30,19 +31,27 @@ class AdapterMatrix(nn.Module):
 
 
 class LoraLinear(nn.Module):
-    """A linear layer that keeps the Parameters `weight` and `bias` of `base` and adds `lora_A.weight`, `lora_B.weight`.
+    """A linear layer that keeps `weight` and `bias` of `base` and adds `lora_A.weight`, `lora_B.weight`.
 
     A (rank × in_features) starts as nn.Linear starts, from torch's global CPU generator whatever the device; B
     (out_features × rank) starts at zero, so the layer starts equal to its base. `dtype` is the adapter's: with fp32
     over a bf16 base the adapter's arithmetic is fp32, rounded once when it is added to the base's output, as in PEFT.
     """
 
+    weight: nn.Parameter | Nf4Weight
     bias: nn.Parameter | None
     input_part: slice | None = None
     """Which input features come in, where several processes share the layer; dropout draws for all of them."""
 
     def __init__(
-        self, base: nn.Linear, *, rank: int, alpha: float, dropout: float, use_rslora: bool, dtype: torch.dtype
+        self,
+        base: nn.Linear | Nf4Linear,
+        *,
+        rank: int,
+        alpha: float,
+        dropout: float,
+        use_rslora: bool,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
@@ -57,16 +66,22 @@ class LoraLinear(nn.Module):
         self.train(base.training)
 
     def forward(self, input_NI: Tensor) -> Tensor:
-        output_NO = F.linear(input_NI, self.weight, self.bias)
         down_RI, up_OR = self.lora_A.weight, self.lora_B.weight
         keep_NI, scale = None, self.scale
         if self.training and self.dropout > 0:
             keep_NI = self._draw_keep(input_NI)
             scale = scale / (1 - self.dropout)
-        if has_torch_function((input_NI, down_RI, up_OR)):
-            # A TorchFunctionMode sees what is called with a Parameter, so it is shown plain linear layers.
-            return _add_low_rank_openly(output_NO, input_NI, down_RI, up_OR, keep_NI, scale)
-        return _AddLowRank.apply(output_NO, input_NI, down_RI, up_OR, keep_NI, scale)  # type: ignore[no-any-return]
+        weight, shape = self.weight, self.weight.shape
+        packed = weight.packed if isinstance(weight, Nf4Weight) else weight
+        is_frozen = not any(t is not None and t.requires_grad for t in (*operations.pieces(packed), self.bias))
+        if is_frozen and not has_torch_function((input_NI, down_RI, up_OR)):
+            return operations.lora_linear(input_NI, packed, shape, self.bias, down_RI, up_OR, keep_NI, scale)
+        # A TorchFunctionMode sees what is called with a Parameter, so it is shown plain linear layers.
+        if isinstance(packed, Tensor):
+            output_NO = F.linear(input_NI, packed, self.bias)
+        else:
+            output_NO = operations.frozen_linear(input_NI, packed, shape, self.bias)
+        return _add_low_rank(output_NO, input_NI, down_RI, up_OR, keep_NI, scale)
 
     def _draw_keep(self, input_NI: Tensor) -> Tensor:
         if self.input_part is None:
@@ -78,7 +93,9 @@ class LoraLinear(nn.Module):
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         """W + s·BA, computed in fp32 and rounded once to W's dtype: O×I."""
-        return merge_weight(self.weight, self.lora_A.weight, self.lora_B.weight, self.scale)
+        weight_OI = self.weight.unpack(torch.float32) if isinstance(self.weight, Nf4Weight) else self.weight
+        merged_OI = merge_weight(weight_OI, self.lora_A.weight, self.lora_B.weight, self.scale)
+        return merged_OI.to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
@@ -105,68 +122,12 @@ def merge_weight(weight_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float
     return merged_OI.to(weight_OI.dtype)
 
 
-def _add_low_rank_openly(
+def _add_low_rank(
     output_NO: Tensor, input_NI: Tensor, down_RI: Tensor, up_OR: Tensor, keep_NI: Tensor | None, scale: float
 ) -> Tensor:
-    """What `_AddLowRank` computes, in plain differentiable operations."""
+    """What `operations.lora_linear` adds to the base's output, in plain differentiable operations."""
     kept_NI = input_NI.to(down_RI.dtype)
     if keep_NI is not None:
         kept_NI = kept_NI * keep_NI
     delta_NO = F.linear(F.linear(kept_NI, down_RI), up_OR) * scale
     return (output_NO.to(delta_NO.dtype) + delta_NO).to(output_NO.dtype)
-
-
-class _AddLowRank(torch.autograd.Function):
-    """`output + scale · (keep ∘ input) Aᵀ Bᵀ` in the adapter's dtype, rounded once to the output's dtype.
-
-    Autograd would save an fp32 copy of the input for each adapted layer. This saves the input as it came (one tensor,
-    shared by the q, k and v layers) and R numbers a position. The products are written so that the long axis N is
-    never the transposed operand of a small matrix product: on CPUs that is two to five times faster.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        output_NO: Tensor,
-        input_NI: Tensor,
-        down_RI: Tensor,
-        up_OR: Tensor,
-        keep_NI: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        hidden_NR = F.linear(_kept(input_NI, keep_NI, down_RI.dtype), down_RI)
-        delta_NO = F.linear(hidden_NR, up_OR * scale)
-        ctx.save_for_backward(input_NI, down_RI, up_OR, keep_NI, hidden_NR)
-        ctx.scale = scale
-        return delta_NO.add_(output_NO.to(delta_NO.dtype)).to(output_NO.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (grad_NO,) = grads
-        input_NI, down_RI, up_OR, keep_NI, hidden_NR = ctx.saved_tensors
-        needs_output, needs_input, needs_down, needs_up = ctx.needs_input_grad[:4]
-        delta_grad_NO = grad_NO.to(up_OR.dtype)
-        grad_input_NI = grad_down_RI = grad_up_OR = None
-        if needs_up:
-            grad_up_OR = (_rows(hidden_NR).T @ _rows(delta_grad_NO)).T.mul(ctx.scale).contiguous()
-        if needs_input or needs_down:
-            hidden_grad_NR = F.linear(delta_grad_NO, (up_OR * ctx.scale).T.contiguous())
-            if needs_down:
-                grad_down_RI = _rows(hidden_grad_NR).T @ _rows(_kept(input_NI, keep_NI, down_RI.dtype))
-            if needs_input:
-                grad_input_NI = F.linear(hidden_grad_NR, down_RI.T.contiguous())
-                if keep_NI is not None:
-                    grad_input_NI = grad_input_NI.mul_(keep_NI)
-                grad_input_NI = grad_input_NI.to(input_NI.dtype)
-        return grad_NO if needs_output else None, grad_input_NI, grad_down_RI, grad_up_OR, None, None
-
-
-def _kept(input_NI: Tensor, keep_NI: Tensor | None, dtype: torch.dtype) -> Tensor:
-    input_NI = input_NI.to(dtype)
-    return input_NI if keep_NI is None else input_NI * keep_NI
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """All leading axes as one."""
-    return tensor.reshape(-1, tensor.shape[-1])

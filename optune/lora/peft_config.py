@@ -19,6 +19,7 @@ from torch import nn
 from optune.errors import ModelError
 from optune.lora import targets as selection
 from optune.lora.layer import LoraLinear
+from optune.lora.quantized import Nf4Linear
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -56,7 +57,7 @@ class AdapterConfig:
 
     def select(self, model: nn.Module) -> list[str]:
         """The linear layers of `model` that PEFT would adapt, in the model's order, adapted ones included."""
-        kinds = (nn.Linear, LoraLinear)
+        kinds = (nn.Linear, Nf4Linear, LoraLinear)
         names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
         return [name for name in names if self._targets(name) and not self._excludes(name)]
 

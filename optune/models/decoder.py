@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
+from optune.models import recomputing
 from optune.models.cache import Cache
 from optune.models.families import DecoderConfig
+from optune.models.offloading import CudaCopies, Offloading, check_device
 from optune.models.rope import rotate, tables
 from optune.shards import input_device
 
@@ -138,7 +139,8 @@ class Decoder(nn.Module):
     Decoder holds whatever `nn.Linear` and `nn.Embedding` start with.
     """
 
-    activation_checkpointing: Literal["none", "block"] = "none"
+    activation_checkpointing: Literal["none", "selective", "block"] = "none"
+    offloading: Offloading | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -201,13 +203,17 @@ class Decoder(nn.Module):
         return BlockContext(cos, sin, masks, positions_BT.shape[1] > 1, cache, slots)
 
     def run_block(self, block: nn.Module, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
-        """One block; with activation checkpointing its inside is computed again in backward, with the same dropout."""
+        """One block; with activation checkpointing its inside, or the cheap part of it, is computed again in backward,
+        with the same dropout."""
         if context.cache is not None:
             # Without compiled code, which would be made anew for each layer's place in the cache.
             return block._call_impl(hidden_BTD, context)  # pyright: ignore[reportReturnType]
-        if self.activation_checkpointing == "block" and torch.is_grad_enabled():
-            return checkpoint(block, hidden_BTD, context, use_reentrant=False, preserve_rng_state=True)  # pyright: ignore
-        return block(hidden_BTD, context)
+        if not torch.is_grad_enabled():
+            return block(hidden_BTD, context)
+        if self.offloading is None:
+            return recomputing.run(block, hidden_BTD, context, self.activation_checkpointing)
+        with self.offloading.block(block, is_first=block is self.blocks[0], is_last=block is self.blocks[-1]):
+            return recomputing.run(block, hidden_BTD, context, self.activation_checkpointing)
 
     def hidden(
         self,
@@ -244,6 +250,11 @@ class Decoder(nn.Module):
             layers=len(self.blocks), rows=rows, heads=self.cached_heads, length=length,
             head_dim=self.config.head_dim, dtype=self.dtype, device=self.device,
         )  # fmt: skip
+
+    def offload_activations(self) -> None:
+        """What blocks keep for backward waits in host memory from now on. Raises ConfigError off CUDA."""
+        check_device(self.device)
+        self.offloading = Offloading(CudaCopies(self.device))
 
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block in place (names stay). The whole model in one graph would free nothing early."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from optune.shards import (
     read_part,
     read_tensor,
 )
+from optune.types import PackedWeight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,16 +78,19 @@ def fill(model: nn.Module, path: str | Path, *, device: torch.device | str) -> N
     """Gives `model` the weights in `path`, a folder or hub id; of a spread model each rank reads its own slices alone.
 
     `model` is a Decoder or holds one's parameters by the same names: plain tensors or DTensors, spread over ranks in
-    any way, with or without adapters. Values are rounded to the dtype of each parameter. A model on the meta device
-    gets its memory here, on `device`; what the folder does not hold, such as adapters, is NaN then. Host memory beside
-    the model: the largest slice of one tensor.
+    any way, with or without adapters. Values are rounded to the dtype of each parameter; a `PackedWeight` in the place
+    of a parameter takes the whole tensor and makes of it what it holds. A model on the meta device gets its memory
+    here, on `device`; what the folder does not hold, such as adapters, is NaN then. Host memory beside the model: the
+    largest slice of one tensor, or the whole of it where it is packed.
 
     Raises `ModelError` as `check` does, and where the folder is of another model, before any weight is read.
     """
     inspection, _ = _inspect(resolve(path))
-    own = dict(model.named_parameters())
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
+    own = {name: parameter.shape for name, parameter in model.named_parameters() if not _is_in(name, packed)}
+    own |= {name: weight.shape for name, weight in packed.items()}
     found = {name: stored.shape for name, stored in inspection.sources.items()}
-    problems = compare_shapes(found, {name: own[name].shape for name in own if name in found or ".lora_" not in name})
+    problems = compare_shapes(found, {name: own[name] for name in own if name in found or ".lora_" not in name})
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ModelError(f"the folder holds another model:{listed}", where=str(inspection.folder))
@@ -93,8 +98,16 @@ def fill(model: nn.Module, path: str | Path, *, device: torch.device | str) -> N
     for name, parameter in model.named_parameters():
         if name in inspection.sources:
             read_part(inspection.sources[name], parameter)
-        elif name in is_bare:
+        elif name in is_bare and not _is_in(name, packed):
             local_values(parameter).fill_(float("nan"))
+    for name, weight in packed.items():
+        stored = inspection.sources[name]
+        weight.pack(read_tensor(stored, stored.dtype))
+
+
+def _is_in(name: str, modules: Container[str]) -> bool:
+    """Whether the parameter `name` is a direct one of one of `modules`."""
+    return name.rpartition(".")[0] in modules
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, torch.Size]:

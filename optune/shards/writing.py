@@ -21,15 +21,22 @@ from optune.shards.parts import Part, Tensors, parts_of, spans
 METADATA = {"format": "pt"}
 
 
-def write_file(path: Path, tensors: Tensors, *, rank: int, dtype: torch.dtype | None = None) -> None:
+def write_file(
+    path: Path,
+    tensors: Tensors,
+    *,
+    rank: int,
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] = METADATA,
+) -> None:
     """Write what `rank` holds of `tensors` into `path`, and wait until it is on the disk; rank 0 writes the header too.
 
-    Every rank calls it with the same names, shapes and dtypes. The file is whole when all have returned. `dtype` is
-    that of the file; None keeps each tensor's. Besides the tensors, host memory holds one part at a time, where it has
-    to be converted or fetched from a device. Raises OSError where the disk refuses.
+    Every rank calls it with the same names, shapes, dtypes and metadata. The file is whole when all have returned.
+    `dtype` is that of the file; None keeps each tensor's. Besides the tensors, host memory holds one part at a time,
+    where it has to be converted or fetched from a device. Raises OSError where the disk refuses.
     """
     parts = parts_of(tensors, rank)
-    header, offsets = lay_out({name: (dtype or part.dtype, part.shape) for name, part in parts.items()})
+    header, offsets = lay_out({name: (dtype or part.dtype, part.shape) for name, part in parts.items()}, metadata)
     size = len(header) + sum(_bytes(dtype or part.dtype, part.shape) for part in parts.values())
     # For writing alone, and to its full size before anything is written: where NFS could take a page for known to it
     # (one that it has read, or that lies behind the end), it would send all of it, and with it other ranks' places.
@@ -47,12 +54,14 @@ def write_file(path: Path, tensors: Tensors, *, rank: int, dtype: torch.dtype | 
         os.close(descriptor)
 
 
-def lay_out(entries: Mapping[str, tuple[torch.dtype, torch.Size]]) -> tuple[bytes, dict[str, int]]:
+def lay_out(
+    entries: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mapping[str, str] = METADATA
+) -> tuple[bytes, dict[str, int]]:
     """The header of a safetensors file, its length in front, and the offset of each tensor behind it, in bytes.
 
     The library itself is asked for the order of tensors and the names of dtypes, by writing empty ones.
     """
-    blank = save({name: torch.empty(0, dtype=dtype) for name, (dtype, _) in entries.items()}, METADATA)
+    blank = save({name: torch.empty(0, dtype=dtype) for name, (dtype, _) in entries.items()}, dict(metadata))
     described = json.loads(blank[8 : 8 + int.from_bytes(blank[:8], "little")])
     offsets: dict[str, int] = {}
     end = 0

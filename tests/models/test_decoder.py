@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from optune import generation, models
-from optune.models import decoder as decoder_module
+from optune.models import recomputing
 from tests import fixtures
 
 TOKENS_BT = torch.tensor([[0, 7, 8, 30, 31, 44], [0, 9, 60, 61, 62, 5]])
@@ -35,13 +35,14 @@ def gradients(model: models.Decoder, seed: int = 0) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_activation_checkpointing_gives_the_same_gradients_with_dropout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["selective", "block"])
+def test_activation_checkpointing_gives_the_same_gradients_with_dropout(tmp_path: Path, kind: Any) -> None:
     model = load(tmp_path)
     for block in model.blocks:
         block.get_submodule("mlp").__setattr__("up_proj", Dropped(32, 64, bias=False))
     plain = gradients(model)
-    with mock.patch.object(decoder_module, "checkpoint", wraps=decoder_module.checkpoint) as used:
-        model.activation_checkpointing = "block"
+    with mock.patch.object(recomputing, "checkpoint", wraps=recomputing.checkpoint) as used:
+        model.activation_checkpointing = kind
         checkpointed = gradients(model)
     assert used.call_count == len(model.blocks)
     assert plain.keys() == checkpointed.keys() == dict(model.named_parameters()).keys()
