@@ -55,7 +55,7 @@ def settings(row: Row) -> list[str]:
         *OPTIMIZERS[row["optimizer"]],
     ]
     if row["rows"] == "packed":
-        shared.append("data.max_length=24")
+        shared.append("data.max_length=40")  # two rows a pack
     if row["stash"] == "alias":
         shared += ["model.dtype=bf16", "model.master_weights=fp32"]
     return shared

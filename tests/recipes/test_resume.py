@@ -1,14 +1,20 @@
-"""Interrupted equals uninterrupted, bit for bit: every recipe, every stepper, every cut of 12 steps in some epochs."""
+"""Interrupted equals uninterrupted, bit for bit: every recipe, every stepper, every cut of 12 steps in some epochs.
+
+The product of axes is thinned to rows in which every pair of values of two axes still occurs, the step of the cut being
+an axis; `test_the_thinned_tables_cover_every_pair` holds that.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
 
+from tests.recipes.pairwise import Row, all_pairs, pairs_of, thin
 from tests.recipes.running import RECIPES, Finished, assert_equal_runs, read_tensors, run, write_inputs
 from tune_cli.main import main
 
@@ -22,18 +28,28 @@ STEPPERS = {
 }
 FEATURES = {
     "padded": [],
-    "packed": ["data.packing=true", "data.max_length=24", "batch_size=1"],
+    "packed": ["data.packing=true", "data.max_length=40", "batch_size=1"],  # two rows a pack
     "accumulated": ["batch_size=1", "gradient_accumulation_steps=4", "epochs=4"],
     "breadth_first": ["batch_size=1", "gradient_accumulation_steps=4", "epochs=4", "accumulation=breadth_first"],
     "bf16": ["model.dtype=bf16"],
     "bf16_masters": ["model.dtype=bf16", "model.master_weights=fp32"],
 }
-CASES = [
-    (stepper, feature)
-    for stepper in STEPPERS
-    for feature in FEATURES
-    if not (stepper == "immediate" and feature in ("accumulated", "breadth_first", "bf16_masters"))
-]
+AXES = {"recipe": RECIPES, "stepper": list(STEPPERS), "feature": list(FEATURES)}
+STEPS = 12
+
+
+def allowed(row: Row) -> bool:
+    return not (row["stepper"] == "immediate" and row["feature"] in ("accumulated", "breadth_first", "bf16_masters"))
+
+
+CASES = thin(AXES, allowed)
+CUT_AXES = AXES | {"cut": range(1, STEPS)}
+
+
+CUTS = thin(CUT_AXES, lambda row: {name: row[name] for name in AXES} in CASES)
+MODES = ["after_backward", "clipped_in_backward", "two_pass"]
+MODE_AXES = {"recipe": RECIPES, "first": MODES, "second": MODES, "cut": (1, 5, 6, 7)}
+MODE_CHANGES = thin(MODE_AXES, lambda row: row["first"] != row["second"])
 DROPOUT = {"lora_finetune": ["lora.dropout=0.3"]}
 
 
@@ -64,36 +80,43 @@ def comparable(finished: Finished) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key not in machine} for line in finished.metrics]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stepper", "feature"), CASES)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_resumed_after_any_step_is_the_uninterrupted_run(recipe, stepper, feature, config, tmp_path: Path):
-    overrides = [*STEPPERS[stepper], *FEATURES[feature], *DROPOUT.get(recipe, [])]
-    straight = run(
-        recipe, config, tmp_path / "straight", "checkpoint={save_every_steps: 1, keep_last: null}", *overrides
-    )
-    steps = len(straight.checkpoints)
-    assert steps >= 6 and straight.metrics[-1]["epoch"] >= 2.0
-    for step in range(1, steps):
-        resumed = resume(cut(straight, step, tmp_path / f"cut-{step}"))
-        assert_equal_runs(resumed, straight)
-        assert comparable(resumed) == comparable(straight), f"metrics after a cut at step {step}"
-        shutil.rmtree(resumed.folder)
+def test_the_thinned_tables_cover_every_pair():
+    assert set().union(*map(pairs_of, CASES)) == all_pairs(AXES, allowed)
+    assert set().union(*map(pairs_of, CUTS)) == all_pairs(CUT_AXES, allowed)
+    assert set().union(*map(pairs_of, MODE_CHANGES)) == all_pairs(MODE_AXES, lambda row: row["first"] != row["second"])
+
+
+@pytest.fixture(scope="module")
+def straight(config: Path, tmp_path_factory: pytest.TempPathFactory):
+    """The run that nothing happens to, saved after every step; made once for the same settings."""
+
+    @cache
+    def make(recipe: str, stepper: str, feature: str) -> Finished:
+        settings = [*STEPPERS[stepper], *FEATURES[feature], *DROPOUT.get(recipe, [])]
+        output = tmp_path_factory.mktemp("straight") / "run"
+        return run(recipe, config, output, "checkpoint={save_every_steps: 1, keep_last: null}", *settings)
+
+    return make
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["after_backward", "clipped_in_backward", "two_pass"])
-@pytest.mark.parametrize("second", ["after_backward", "clipped_in_backward", "two_pass"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_resumed_in_another_mode_is_the_uninterrupted_run(recipe, first, second, config, tmp_path: Path):
-    if first == second:
-        return
-    settings = ["checkpoint={save_every_steps: 1, keep_last: null}", *DROPOUT.get(recipe, [])]
-    straight = run(recipe, config, tmp_path / "straight", *settings, *STEPPERS[first])
+@pytest.mark.parametrize("case", CASES, ids=["-".join(case.values()) for case in CASES])
+def test_a_run_resumed_after_any_step_is_the_uninterrupted_run(case: Row, straight, tmp_path: Path):
+    expected = straight(**case)
+    assert len(expected.checkpoints) == STEPS and expected.metrics[-1]["epoch"] >= 2.0
+    for step in (row["cut"] for row in CUTS if row.items() >= case.items()):
+        resumed = resume(cut(expected, step, tmp_path / f"cut-{step}"))
+        assert_equal_runs(resumed, expected)
+        assert comparable(resumed) == comparable(expected), f"metrics after a cut at step {step}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", MODE_CHANGES, ids=["-".join(map(str, row.values())) for row in MODE_CHANGES])
+def test_a_run_resumed_in_another_mode_is_the_uninterrupted_run(row: Row, straight, tmp_path: Path):
+    expected = straight(row["recipe"], row["first"], "padded")
     reset = ["optimizer_step=after_backward", "gradient_stash=auto"]
-    for step in (1, 5, 6, 7):
-        resumed = resume(cut(straight, step, tmp_path / f"cut-{step}"), *(STEPPERS[second] or reset))
-        assert_equal_runs(resumed, straight)
+    resumed = resume(cut(expected, row["cut"], tmp_path / "cut"), *(STEPPERS[row["second"]] or reset))
+    assert_equal_runs(resumed, expected)
 
 
 def test_a_log_window_that_a_resume_falls_into_is_logged_as_in_the_straight_run(config, tmp_path: Path):
