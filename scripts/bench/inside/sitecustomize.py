@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 WATCHED = "torch.optim.optimizer"
-TRIAL_SIZE = 64
-"""Values of the largest parameter; where it has no more, the tool tries an optimizer out on stand-ins."""
+TRIAL_SIZE = 64 * 64
+"""Values of the largest parameter; an optimizer that has none larger is one that a tool tries out on stand-ins, or the
+own one of a norm's weight, which the others of the step make up for."""
 
 
 def largest_resident_mib() -> float:
