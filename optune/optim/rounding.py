@@ -115,7 +115,7 @@ def empty(held: Tensor) -> None:
 
 def _empty(tensor: Tensor) -> Tensor:
     """One zero, seen as a tensor of the given shape."""
-    return torch.zeros((), dtype=torch.float32, device=tensor.device).expand(tensor.shape)
+    return tensor.new_zeros((), dtype=torch.float32).expand(tensor.shape)
 
 
 def round_(values: Tensor, bits: Tensor) -> None:
