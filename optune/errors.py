@@ -5,6 +5,8 @@ command line returns: 2 where the command, the config or its inputs are wrong an
 while running.
 """
 
+from collections.abc import Sequence
+
 
 class OptuneError(Exception):
     """One clear cause. `where` is a key, a `file:line` or a command-line argument; it is put before the message."""
@@ -41,3 +43,11 @@ class CheckpointError(OptuneError):
 
 class TrainingError(OptuneError):
     """Training cannot go on."""
+
+
+def list_few(names: Sequence[str], most: int = 3, *, total: int | None = None, separator: str = ", ") -> str:
+    """`a, b, c and 9 more`: the first `most` of `names`, for a message. `total`: how many there are, where `names` are
+    only the first."""
+    shown = names[:most]
+    rest = (len(names) if total is None else total) - len(shown)
+    return separator.join(shown) + (f" and {rest:,} more" if rest > 0 else "")

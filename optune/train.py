@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from optune import shards
-from optune.errors import ConfigError, TrainingError
+from optune.errors import ConfigError, TrainingError, list_few
 from optune.loss import Loss
 from optune.optim import Stepper
 from optune.passes import Work, breadth_first, depth_first
@@ -178,7 +178,6 @@ def evaluate(
     return total / targets if targets else math.nan
 
 
-def _name_rows(microbatches: Sequence[Microbatch], most: int = 5) -> str:
+def _name_rows(microbatches: Sequence[Microbatch]) -> str:
     rows = [row for microbatch in microbatches for row in microbatch.rows]
-    names = ", ".join(rows[:most])
-    return names + (f" and {len(rows) - most} more" if len(rows) > most else "")
+    return list_few(rows, 5)

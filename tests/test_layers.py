@@ -20,13 +20,14 @@ COMMANDS = sorted((ROOT / "tune_cli").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
-BASE = {"errors", "types", "files", "shards"}
+BASE = {"errors", "types", "files", "hub", "shards"}
 """What every part of the library may import besides itself."""
 
 ALLOWED = {
     "errors": set[str](),
     "types": set[str](),
     "files": set[str](),
+    "hub": set[str](),
     "shards": {"errors", "files"},
     "config": {"errors"},
     "passes": BASE | {"loss", "optim"},

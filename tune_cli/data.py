@@ -80,8 +80,8 @@ def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Bat
         raise ConfigError("is null, so there are no validation rows to show", where="data.validation")
 
     from optune import models, train
-    from optune.data.streams.preview import hold_window
     from optune.data.streams.batches import StreamedBatches
+    from optune.data.streams.preview import hold_window
 
     source = models.resolve(cfg.model.path, weights=False)
     made = make_batches(cfg, source, models.check(source, weights=False), options.processes)
@@ -92,13 +92,14 @@ def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Bat
             hint="`optune cat full_finetune` shows one that does",
         )
     tokenizer, batches, validation = made
+    steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
     if options.split == "validation":
         return tokenizer, validation.batches, len(validation)
     if isinstance(batches, StreamedBatches):
         window = hold_window(batches)
         # The last step may take rows of the next window too.
-        return tokenizer, window, max(1, window.units // window.units_per_step)
-    return tokenizer, batches, train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
+        return tokenizer, window, min(steps, max(1, window.units // window.units_per_step))
+    return tokenizer, batches, steps
 
 
 def _choose(options: argparse.Namespace, tokenizer: Tokenizer, batches: Batches) -> list[Unit]:

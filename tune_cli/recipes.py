@@ -123,14 +123,14 @@ def _import_file(path: Path) -> Any:
         line = (error.text or "").strip()
         shown = f"{error.msg}: {line!r}" if line else str(error.msg)
         raise ConfigError(f"cannot be read: {shown}", where=f"{error.filename}:{error.lineno}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the recipe cannot be imported: {type(error).__name__}: {error}", where=_find_line(error, path)
         ) from error
     return module
 
 
-def _find_line(error: Exception, path: Path) -> str:
+def _find_line(error: BaseException, path: Path) -> str:
     """The last line of the recipe that an import error passed through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}:{lines[-1]}" if lines else str(path)

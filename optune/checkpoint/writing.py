@@ -21,7 +21,7 @@ from optune.checkpoint.folders import clear_leftovers, list_checkpoints
 from optune.checkpoint.manifest import MANIFEST, PROGRESS, folder_name, write_manifest
 from optune.checkpoint.optimizer_state import Parameters, pack_optimizer, write_optimizer
 from optune.checkpoint.progress import progress_bytes
-from optune.errors import CheckpointError
+from optune.errors import CheckpointError, list_few
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -180,13 +180,12 @@ def refuse_nonfinite(
     broken = {name: count for name, count in _count_together(parameters, ranks).items() if count > known.get(name, 0)}
     if not broken:
         return
-    listed = ", ".join(f"{name} ({count} values)" for name, count in list(broken.items())[:5])
-    more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
+    listed = list_few([f"{name} ({count} values)" for name, count in broken.items()], 5)
     earlier = list_checkpoints(run_dir)
     way_out = "lower optimizer.lr or set max_grad_norm"
     hint = f"the last good checkpoint is {earlier[-1]}; {way_out}, then resume" if earlier else way_out
     raise CheckpointError(
-        f"weights are not finite, so they are not saved: {listed}{more}",
+        f"weights are not finite, so they are not saved: {listed}",
         where=f"step {step}",
         hint=hint,
     )

@@ -1,7 +1,7 @@
 """Data: from files of rows to microbatches. See docs/data.md for what is trained and what is left out.
 
 A row's way: `sources/` (file → JSON rows) → `formats.py` (row → conversation or text) → `template.py` and `spans.py`
-(conversation → text with the answers found) → `encoding.py` (text → tokens with targets) → `rows.py` → `batching.py`.
+(conversation → text with the answers found) → `encoding.py` (text → tokens with targets) → `rows.py` → `batches.py`.
 Many rows go that way in worker processes (`workers.py`) and only once (`cache.py`).
 
 A name is read from its file when it is first used: the worker processes must not wait for torch.
@@ -13,7 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optune.data.batching import Batches, ValidationBatches, build_batches, build_validation_batches
+    from optune.data.batches import Batches
+    from optune.data.batching import ValidationBatches, build_batches, build_validation_batches
     from optune.data.loading import load_pairs, load_rows
     from optune.data.rows import Report, Row, Rows, Tally
     from optune.data.tokenizer import Tokenizer, load_tokenizer
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 _FILES = {
-    "Batches": "batching",
+    "Batches": "batches",
     "ValidationBatches": "batching",
     "build_batches": "batching",
     "build_validation_batches": "batching",

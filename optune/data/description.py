@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from optune.data.batching import Batches
+from optune.data.batches import Batches
 from optune.data.preview import Unit
 from optune.data.rows import Tally
 from optune.data.summary import count_lengths, padding_share

@@ -153,6 +153,8 @@ class RowEncoder:
         chunk.chats += 1
         if day := self.tokenizer.printed_date(tools):
             chunk.report.note(f"rows whose chat template may print the date, here {day} (data.template_date)", where)
+        for note in example.notes:
+            chunk.report.note(note, where)
         _note_left_out(chunk.report, where, example, text)
         wants_answers = self.train_on != "all" or any("weight" in message for message in messages)
         answers = tuple(self.tokenizer.find_answers(messages, tools, text)) if wants_answers else ()
@@ -230,7 +232,8 @@ def _refuse_pairs(where: str | None = None) -> DataError:
     return DataError(
         "rows of chosen and rejected answers (format preference) cannot be trained by this recipe",
         where=where,
-        hint="it trains single answers; where a row also holds one, data.format names how it is read",
+        hint="data.format={_target_: optune.data.formats.read_chosen} trains the chosen answers alone; a recipe of "
+        "yours gets pairs from data.load_pairs (docs/data.md)",
     )
 
 

@@ -81,7 +81,7 @@ def mark_answers(
     assert encoded.locate is not None
     for answer in answers:
         first, stop = encoded.locate(answer.start, answer.end)
-        weight = messages[answer.message].get("weight", 1)
+        weight = np.float32(messages[answer.message].get("weight", 1))
         trained[first:stop] = weight > 0
         weights[first:stop] = weight
     return _with_targets(encoded, trained, weights)

@@ -11,6 +11,8 @@ NO_MESSAGES = "no messages"
 NO_PROMPT = "no prompt"
 SAME_ANSWERS = "chosen and rejected are the same"
 LEFT_OUT = "left out by the format function"
+TWO_SYSTEMS = "rows with a field 'system' and another system turn in front, both rendered"
+SYSTEM_OUTSIDE = "rows with a field 'system' beside the messages, not rendered"
 
 
 class RowError(Exception):
@@ -23,10 +25,12 @@ class SkippedRow(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as chat templates take it, and the tools that it may call."""
+    """A conversation as chat templates take it, and the tools that it may call. `notes`: what a person should know of
+    the row; the report counts them."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

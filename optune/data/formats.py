@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from optune.data.examples import (
     EMPTY_ANSWER,
     LEFT_OUT,
     NO_ANSWER,
+    SYSTEM_OUTSIDE,
+    TWO_SYSTEMS,
     Chat,
     Example,
     Pair,
@@ -56,7 +59,9 @@ Format = str | Callable[[Row], Any]
 
 def read_messages(row: Row) -> Chat:
     """OpenAI's form: `{"messages": [{"role", "content", "tool_calls"?, "weight"?, …}], "tools"?: […]}`."""
-    return check_chat(take_list(row, "messages"), row)
+    chat = check_chat(take_list(row, "messages"), row)
+    has_system = isinstance(row.get("system"), str) and row["system"].strip()
+    return replace(chat, notes=(SYSTEM_OUTSIDE,)) if has_system else chat
 
 
 _SHAREGPT_ROLES = {
@@ -70,10 +75,9 @@ def read_sharegpt(row: Row) -> Chat:
     """`{"conversations": [{"from": "human" | "gpt" | …, "value": …}], "system"?: …, "tools"?: …}`.
 
     A turn may also be written `{"role", "content"}`. The value of a `function_call` is one call, or a list of them.
+    A first turn that repeats `system` is that system message.
     """
     messages: list[Any] = []
-    if system := take_text(row, "system", is_optional=True):
-        messages.append({"role": "system", "content": system})
     for index, turn in enumerate(take_list(row, "conversations")):
         field = f"conversations[{index}]"
         want(turn, dict, field, "an object")
@@ -88,7 +92,12 @@ def read_sharegpt(row: Row) -> Chat:
         if role == "function_call":
             said = {"role": "assistant", "tool_calls": _read_calls(value, f"{field}.value")}
         messages.append(said | {key: turn[key] for key in ("weight", "tool_calls", "tool_call_id") if key in turn})
-    return check_chat(messages, row, "conversations")
+    chat = check_chat(messages, row, "conversations")
+    system = take_text(row, "system", is_optional=True)
+    if not system or chat.messages[0] == {"role": "system", "content": system}:
+        return chat
+    notes = (TWO_SYSTEMS,) if chat.messages[0]["role"] == "system" else ()
+    return Chat([{"role": "system", "content": system}, *chat.messages], chat.tools, notes)
 
 
 def _read_calls(value: Any, field: str) -> list[dict[str, Any]]:
@@ -162,6 +171,12 @@ def read_tokens(row: Row) -> Tokens:
     return Tokens(tokens, [label != -100 for label in labels])
 
 
+def read_chosen(row: Row) -> Chat | Segments:
+    """The prompt and the chosen answer of a pair, for recipes that train single answers. `auto` never takes it; it is
+    asked for by `data.format={_target_: optune.data.formats.read_chosen}`."""
+    return read_preference(row).halves()[0]
+
+
 FORMATS: dict[str, tuple[Callable[[Row], Example], tuple[tuple[str, ...], ...]]] = {
     "messages": (read_messages, (("messages",),)),
     "sharegpt": (read_sharegpt, (("conversations",),)),
@@ -189,8 +204,17 @@ def may_be_misread(row: Row, detected: str | None) -> bool:
 
 
 def fitting_formats(row: Row) -> list[str]:
-    """All formats whose keys the row has, the one that `auto` takes first."""
-    return [name for name, (_, sets) in FORMATS.items() if any(all(key in row for key in keys) for keys in sets)]
+    """All formats whose keys the row has, the one that `auto` takes first; where some have all their keys filled, those
+    alone."""
+    present = row.keys()
+    filled = {key for key in present if not is_null(row[key])}
+    for keys in (filled, present):
+        fitting = [
+            name for name, (_, sets) in FORMATS.items() if any(all(key in keys for key in each) for each in sets)
+        ]
+        if fitting:
+            return fitting
+    return []
 
 
 def get_format(format: Format) -> Callable[[Row], Example]:
@@ -216,8 +240,9 @@ def _read_own(format: Callable[[Row], Any], row: Row) -> Example:
         made = format(dict(row))
     except (RowError, SkippedRow):
         raise
-    except Exception as error:  # A user's code: anything may come out of it.
-        raise RowError(f"{name_format(format)} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # A user's code: anything may come out of it.
+        said = f": {error}" if str(error) else ""
+        raise RowError(f"{name_format(format)} raised {type(error).__name__}{said}") from error
     if made is None:
         raise SkippedRow(LEFT_OUT)
     if isinstance(made, Example):

@@ -14,10 +14,10 @@ from optune.data.formats import Format
 from optune.data.mixing import Mixture, check_mixture
 from optune.data.preparing import encode_sources
 from optune.data.rows import Report, Rows
-from optune.data.sources import Source, list_sources, name_rows
+from optune.data.sources import Source, list_sources
 from optune.data.tokenizer import Tokenizer
 from optune.data.workers import Result
-from optune.errors import DataError
+from optune.errors import DataError, list_few
 
 if TYPE_CHECKING:
     from optune.data.streams.blocks import StreamedRows
@@ -145,8 +145,12 @@ def _prepare(encoder: RowEncoder, sources: list[Source], format: Format, cache: 
 
     folder = find_folder(cache)
     if folder is None:
-        return make()
-    return RowCache(folder).fetch(lambda: find_key(encoder, sources, format, folder), make)
+        rows, counts = make()
+    else:
+        rows, counts = RowCache(folder).fetch(lambda: find_key(encoder, sources, format, folder), make)
+    rows.sources = sources
+    rows.report.note_twice(sources)
+    return rows, counts
 
 
 def join_results(results: Iterable[Result], sources: Sequence[Source]) -> Rows:
@@ -161,11 +165,11 @@ def join_results(results: Iterable[Result], sources: Sequence[Source]) -> Rows:
     if errors:
         first, rest = errors[0], errors[1:]
         also = f" (of {report.rows} rows {len(rest)} more cannot be used: " if rest else ""
-        also += name_rows([str(error.where) for error in rest[:5]], len(rest)) + ")" if rest else ""
+        also += list_few([str(error.where) for error in rest], 5) + ")" if rest else ""
         raise DataError(str(first).removeprefix(f"{first.where}: ") + also, where=first.where, hint=first.hint)
     report.kept = sum(map(len, parts))
     if not report.kept:
-        names = name_rows([source.name for source in sources[:3]], len(sources))
+        names = list_few([source.name for source in sources])
         # A note may be the cause: a template that leaves the answers out leaves no target.
         reasons = "; ".join([*report.skipped_lines(), *report.noted_lines()])
         is_part = any(source.first or source.stop is not None for source in sources)

@@ -10,6 +10,9 @@ from optune.data.examples import EMPTY_ANSWER, NO_MESSAGES, Chat, RowError, Skip
 from optune.data.fields import is_null, parse_json, read_arguments, want
 from optune.data.sources import describe
 
+MOST_WEIGHT = 10_000
+"""Of a message: its targets count so many times as others."""
+
 _ROLE = re.compile(r"[\w.-]+")
 
 
@@ -58,6 +61,11 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
     # Templates build control tokens out of the role, so it holds no marks of its own.
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise RowError(f"field '{field}.role': found {describe(role)}, wanted a word such as user or assistant")
+    weight = message.get("weight")
+    if weight is not None and not (type(weight) in (int, float) and 0 <= weight <= MOST_WEIGHT):
+        is_number = type(weight) in (int, float) and weight == weight
+        found = weight if is_number else describe(weight)
+        raise RowError(f"field '{field}.weight': found {found!s:.40}, wanted a number from 0 to {MOST_WEIGHT:,}")
     checked = {key: value for key, value in message.items() if not is_null(value) and key != "content"}
     if role == "function":  # OpenAI's older name for the result of a tool
         checked["role"] = role = "tool"
@@ -68,9 +76,6 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
     elif role != "assistant" or not is_null(content):
         raise RowError(f"field '{field}.content': found {describe(content)}, wanted text")
     _check_calls(checked, field)
-    weight = checked.get("weight", 1)
-    if type(weight) not in (int, float) or not 0 <= weight < float("inf"):
-        raise RowError(f"field '{field}.weight': found {describe(weight)}, wanted a number from 0")
     return checked
 
 

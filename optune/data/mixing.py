@@ -14,8 +14,11 @@ import numpy as np
 
 from optune.errors import DataError
 
+MOST_ROWS = 2**27
+"""Of an epoch in which rows come several times: their order alone takes 3 GiB."""
+
 _STREAM = 2
-"""Of random numbers; `batching.permute` has 0 and 1."""
+"""Of random numbers; `batches` and its packs have 0 and 1, `grouping` has 3."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Mixture:
 
 
 def check_mixture(counts: Sequence[int], weights: Sequence[float], names: Sequence[str]) -> Mixture:
-    """The mixture of sources called `names`. Raises DataError for a weight that takes none of a source's rows."""
+    """The mixture of sources called `names`. Raises DataError for a weight that takes none of a source's rows, and for
+    weights that make an epoch of more than `MOST_ROWS`."""
     for count, weight, name in zip(counts, weights, names, strict=True):
         if count and not count_weighted(count, weight):
             raise DataError(
@@ -54,7 +58,17 @@ def check_mixture(counts: Sequence[int], weights: Sequence[float], names: Sequen
                 where=name,
                 hint=f"a weight of {1 / count:.2g} takes one row; to leave the source out, take it off the list",
             )
-    return Mixture(tuple(counts), tuple(weights))
+    mixture = Mixture(tuple(counts), tuple(weights))
+    if mixture.size > max(MOST_ROWS, sum(counts)):
+        sizes = list(map(count_weighted, counts, weights))
+        most = sizes.index(max(sizes))
+        raise DataError(
+            f"weight {weights[most]:g} of {counts[most]:,} rows makes {sizes[most]:,} rows an epoch, and {MOST_ROWS:,} "
+            "are the most",
+            where=names[most],
+            hint="several epochs, or lower weights for the other sources, train as much",
+        )
+    return mixture
 
 
 def count_weighted(count: int, weight: float) -> int:

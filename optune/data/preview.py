@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from optune.data.batching import Batches
+from optune.data.batches import Batches
 from optune.data.tokenizer import Tokenizer
 from optune.types import IGNORE, Microbatch
 
@@ -117,8 +117,8 @@ def show_first(batches: Batches, tokenizer: Tokenizer, count: int) -> list[Unit]
 
 
 def are_pairs(batches: Batches) -> bool:
-    """Whether the rows are those of `load_pairs`: two for each row of the files that is kept."""
-    return len(batches.rows) == 2 * batches.rows.report.kept
+    """Whether the rows are those of `load_pairs`."""
+    return batches.rows.together == 2
 
 
 def show_row(batches: Batches, tokenizer: Tokenizer, index: int) -> Unit:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from optune.data.mixing import Mixture
-from optune.data.sources import name_rows
+from optune.data.sources import Source, find_twice
+from optune.errors import list_few
 
 _PLACES = 3
 """Places that a tally remembers."""
@@ -39,6 +40,10 @@ class Tally:
     def merge(self, later: Tally) -> None:
         self.count += later.count
         self.where = (self.where + later.where)[:_PLACES]
+
+    def name(self) -> str:
+        """`a.jsonl:1, a.jsonl:7, a.jsonl:9 and 4 more`."""
+        return list_few(self.where, total=self.count)
 
 
 @dataclass
@@ -134,14 +139,17 @@ class Report:
             self.files.setdefault(path, FileReport()).merge(file)
         self.too_long.merge(later.too_long)
 
+    def note_twice(self, sources: Sequence[Source]) -> None:
+        """Notes the files that are meant twice: their rows come more often than those of others."""
+        for name in find_twice(sources):
+            self.note("files that are read twice (a weight does that in one entry)", name)
+
     def skipped_lines(self) -> list[str]:
         """`3 longer than max_length=64 (a.jsonl:1, a.jsonl:7, a.jsonl:9)`, one for each reason."""
-        return [
-            f"{tally.count} {reason} ({name_rows(tally.where, tally.count)})" for reason, tally in self.skipped.items()
-        ]
+        return [f"{tally.count} {reason} ({tally.name()})" for reason, tally in self.skipped.items()]
 
     def noted_lines(self) -> list[str]:
-        return [f"{what}: {tally.count} ({name_rows(tally.where, tally.count)})" for what, tally in self.notes.items()]
+        return [f"{what}: {tally.count} ({tally.name()})" for what, tally in self.notes.items()]
 
     def lines(self) -> list[str]:
         """The report for people."""
@@ -182,7 +190,7 @@ class Rows(Sequence[Row]):
     The content is one array of tokens and one of flags for all rows, which can be hashed, stored and mapped as they
     are: `tokens` int32, `trained` bool and `weights` float32 or None, row i standing at `starts[i]` to `starts[i + 1]`.
     `mixture`: how often an epoch has them, None for once. `together`: so many rows belong together, 2 in pairs.
-    `places`: where each row is.
+    `places`: where each row is. `sources`: the files, where the rows come from files.
     """
 
     def __init__(self, rows: Sequence[Row], report: Report | None = None) -> None:
@@ -209,6 +217,7 @@ class Rows(Sequence[Row]):
         self.places = places
         self.mixture: Mixture | None = None
         self.together = 1
+        self.sources: Sequence[Source] = ()
         self._fingerprint: str | None = None
         self.report = report or Report(rows=len(self), kept=len(self))
         self.report.targets = int(trained.sum())

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optune.errors import list_few
+
 if TYPE_CHECKING:
-    from optune.data.batching import Batches
+    from optune.data.batches import Batches
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -61,11 +63,9 @@ def summarize(batches: Batches) -> dict[str, str]:
     """What is trained and what is not, as `label: text`."""
     report = batches.rows.report
     files = list(report.files.items())
-    fields = {"data": ", ".join(path for path, _ in files[:3])}
-    if len(files) > 1:
-        fields["data"] = "; ".join(f"{path}: {file.kept:,} of {file.rows:,} rows" for path, file in files[:3])
-    if len(files) > 3:
-        fields["data"] += f" and {len(files) - 3} more files"
+    names = [f"{path}: {file.kept:,} of {file.rows:,} rows" for path, file in files]
+    fields = {"data": list_few(names, separator="; ") if len(files) > 1 else "".join(path for path, _ in files)}
+    fields["data"] += " files" if len(files) > 3 else ""
     fields["rows"], *rest = report.lines()
     for line in rest:
         label, _, text = line.partition(": ")  # `skipped: …`, `note: …`

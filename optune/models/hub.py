@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import re
-import threading
 from pathlib import Path
 
+from optune import hub
 from optune.errors import ModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Everything of a model but pickled weights and copies in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
 _UNWANTED = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*"]
-_PATIENCE_S = 8.0
-"""How long the hub may take for its first answer."""
 
 
 def is_hub_id(path: str) -> bool:
@@ -48,56 +45,23 @@ def download(
 ) -> Path:
     """Fetches a model into `destination`, or into the hub's cache. Raises `ModelError` after at most about 10 s where
     the hub does not answer; the transfer itself may take as long as it needs."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     try:
-        _greet(repo_id, revision)
+        if error := hub.ask(lambda wait_s: HfApi().model_info(repo_id, revision=revision, timeout=wait_s)):
+            raise error
         folder = snapshot_download(
             repo_id, revision=revision, local_dir=destination, allow_patterns=_WANTED,
-            ignore_patterns=_UNWANTED if weights else [*_UNWANTED, "*.safetensors"], etag_timeout=_PATIENCE_S,
+            ignore_patterns=_UNWANTED if weights else [*_UNWANTED, "*.safetensors"], etag_timeout=hub.PATIENCE_S,
         )  # fmt: skip
     except Exception as error:
         # Whatever the client or its transport raises, the cause is one: this model could not be had.
         raise ModelError(
-            f"{_reason(error)}. There is no folder {Path(repo_id).absolute()} either",
+            f"{hub.explain(error, 'model')}. There is no folder {Path(repo_id).absolute()} either",
             where=repo_id,
             hint="without a network, give the path of a folder on this machine",
         ) from error
     return Path(folder)
-
-
-def _greet(repo_id: str, revision: str | None) -> None:
-    """Asks the hub for the model, in a thread: a name server that swallows questions keeps to no timeout of ours."""
-    from huggingface_hub import HfApi
-
-    answers: queue.Queue[Exception | None] = queue.Queue()
-
-    def ask() -> None:
-        try:
-            HfApi().model_info(repo_id, revision=revision, timeout=_PATIENCE_S)
-        except Exception as error:
-            answers.put(error)
-        else:
-            answers.put(None)
-
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        error = answers.get(timeout=_PATIENCE_S + 1)
-    except queue.Empty:
-        raise TimeoutError(f"the hub did not answer within {_PATIENCE_S:.0f} s") from None
-    if error is not None:
-        raise error
-
-
-def _reason(error: BaseException) -> str:
-    name, text = type(error).__name__, str(error).strip().splitlines()
-    reasons = {
-        "RepositoryNotFoundError": "the hub has no such model, or it is private and HF_TOKEN is not set",
-        "GatedRepoError": "the model is gated: accept its terms on its page, and set HF_TOKEN",
-        "RevisionNotFoundError": "the hub has the model but not that revision",
-        "OfflineModeIsEnabled": "the hub is not asked, because HF_HUB_OFFLINE is set",
-    }
-    return reasons.get(name) or f"the hub could not be reached ({name}: {text[0] if text else 'no reason given'})"
 
 
 def _cached(repo_id: str, weights: bool) -> Path | None:

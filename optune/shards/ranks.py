@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from optune import files
-from optune.errors import CheckpointError, ConfigError, OptuneError
+from optune.errors import CheckpointError, ConfigError, OptuneError, list_few
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,10 +109,9 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
     ranks.lead(lambda: path.unlink(missing_ok=True))
     blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(answers) if not sees]
     if blind:
-        listed = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
         raise ConfigError(
             f"{folder.absolute()} is not one folder for all processes: what rank 0 on {answers[0][0]} writes there is "
-            f"not seen by {listed}",
+            f"not seen by {list_few(blind, 4)}",
             where="output_dir",
             hint="all processes write one checkpoint: choose a folder on a file system that all machines share",
         )

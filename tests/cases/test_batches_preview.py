@@ -10,7 +10,7 @@ import pytest
 from optune import train
 from optune.types import Microbatch
 from tests import fixtures
-from tests.cases.place import Place, alpaca, columns, encode, expected, turns
+from tests.cases.place import Place, alpaca, columns, encode, expected, reference_loss, turns
 from tests.cases.test_conversations import NO_BOS_TEMPLATE
 
 ROWS = fixtures.numbered_rows(4)
@@ -67,50 +67,71 @@ def test_ranks_without_a_row_are_fed_padding_and_no_row_is_lost_or_doubled(
     assert fed == [expected(row) for row in ROWS[:rows]]
 
 
-PAIRS = '''"""A recipe of pairs, as far as its data goes."""
-
-from dataclasses import dataclass
-
-from optune import data
-from optune.config import RunConfig
+PROMPT = [{"role": "user", "content": "w1 w2"}]
+ANSWERS = [[{"role": "assistant", "content": words}] for words in ("w3 w4", "w5")]
+WHOLE = [{"messages": [*PROMPT, *answer]} for answer in ANSWERS]
 
 
-@dataclass
-class Config(RunConfig):
-    """No keys of its own."""
-
-
-def make_batches(cfg, source, config, world_size=1):
-    tokenizer = data.load_tokenizer(source)
-    rows = data.load_pairs(cfg.data.train, tokenizer, max_length=cfg.data.max_length)
-    return tokenizer, data.build_batches(rows, batch_size=2, shuffle=False, world_size=world_size), []
-
-
-def main(cfg, validate_only=False):
-    raise NotImplementedError
-'''
+def copy_for_pairs(place: Place) -> str:
+    """A copy of the shipped recipe whose rows are pairs, as docs/data.md says to make one."""
+    assert place.call("cp", "full_finetune", "pairs.py").code == 0
+    path = place.folder / "pairs.py"
+    text = path.read_text(encoding="utf-8")
+    for old, new in (
+        ("data.load_rows,", "data.load_pairs,"),
+        ("        train_on=cfg.data.train_on,\n", ""),
+        ("            streaming=cfg.data.streaming,\n", ""),
+        ("            shuffle_window=cfg.data.shuffle_window,\n", ""),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    return "./pairs.py"
 
 
 @pytest.mark.parametrize(("adds_bos", "template"), [(True, NO_BOS_TEMPLATE), (False, fixtures.CHAT_TEMPLATE)])
-def test_a_pair_is_shown_as_two_whole_chats(place: Place, adds_bos: bool, template: str) -> None:
-    """A46: a recipe of pairs shows prompt and answer rendered as one, with one beginning and one end each."""
+def test_a_pair_is_shown_checked_and_fed_as_two_whole_chats(place: Place, adds_bos: bool, template: str) -> None:
+    """A46: prompt and answer rendered as one, with one beginning and one end each; what is logged is what transformers
+    gives for both answers."""
     fixtures.write_tokenizer(place.folder / "m0", chat_template=template, adds_bos=adds_bos)
-    (place.folder / "pairs.py").write_text(PAIRS, encoding="utf-8")
-    prompt = [{"role": "user", "content": "w1 w2"}]
-    answers = [[{"role": "assistant", "content": words}] for words in ("w3 w4", "w5")]
-    place.write([{"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}])
-    document = place.preview(recipe="./pairs.py")
+    recipe = copy_for_pairs(place)
+    place.write([{"prompt": PROMPT, "chosen": ANSWERS[0], "rejected": ANSWERS[1]}])
+    document = place.preview("batch_size=2", recipe=recipe)
     assert [unit["halves"] for unit in document["units"]] == [["chosen"], ["rejected"]]
-    whole = [{"messages": [*prompt, *answer]} for answer in answers]
-    assert [columns(unit) for unit in document["units"]] == [expected(row) for row in whole]
+    assert [columns(unit) for unit in document["units"]] == [expected(row) for row in WHOLE]
     assert document["rows"]["kept"] == 1
-    both = place.preview("--row", "train.jsonl:1", recipe="./pairs.py")["units"]
-    assert [columns(unit) for unit in both] == [expected(row) for row in whole]
-    shown = place.call("data", "./pairs.py", "--config", "config.yaml").out
+    both = place.preview("--row", "train.jsonl:1", "batch_size=2", recipe=recipe)["units"]
+    assert [columns(unit) for unit in both] == [expected(row) for row in WHOLE]
+    shown = place.call("data", recipe, "--config", "config.yaml", "batch_size=2").out
     assert [line[3:].split(",")[:2] for line in shown.splitlines() if line.startswith("── ")] == [
         ["train.jsonl:1", " chosen"],
         ["train.jsonl:1", " rejected"],
     ]
+    validated = place.call("validate", recipe, "--config", "config.yaml", "batch_size=2")
+    assert validated.code == 0, validated.err
+    assert "1 of 1 rows (preference)" in " ".join(validated.err.split())
+    run = place.train("optimizer.lr=0", "batch_size=2", recipe=recipe)
+    assert run.losses == [pytest.approx(reference_loss(place.folder / "m0", map(expected, WHOLE)), rel=1e-6)]
+    for words, message in (
+        (("batch_size=1",), "batch_size: counts rows, and 1 of them would part a pair"),
+        (("batch_size=2", "data.packing=true"), "data.packing: would part the pairs"),
+    ):
+        assert place.refuse(*words, recipe=recipe).errors[0].startswith(message)
+
+
+def test_a_recipe_of_single_answers_refuses_pairs_and_names_both_ways_out(place: Place, no_weights: None) -> None:
+    place.write([{"prompt": PROMPT, "chosen": ANSWERS[0], "rejected": ANSWERS[1]}])
+    for words, where in (((), f"{place.folder}/train.jsonl:1"), (("data.format=preference",), "data.format")):
+        refused = place.refuse(*words)
+        assert refused.errors == [
+            f"{where}: rows of chosen and rejected answers (format preference) cannot be trained by this recipe"
+        ]
+        assert "data.load_pairs" in refused.err
+        assert place.call("data", "full_finetune", "--config", "config.yaml", *words).errors == refused.errors
+    way_out = "data.format={_target_: optune.data.formats.read_chosen}"
+    assert way_out in refused.err
+    document = place.preview(way_out)
+    assert [columns(unit) for unit in document["units"]] == [expected(WHOLE[0])]
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])

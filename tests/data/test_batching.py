@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optune import data
-from optune.data.batching import permute
+from optune.data.collating import permute
 from optune.errors import DataError
 from optune.types import IGNORE, Microbatch
 from tests import fixtures

@@ -159,6 +159,20 @@ def test_a11_an_empty_cell_is_no_input(cell: dict[str, Any]) -> None:
     )
 
 
+def test_a_system_field_and_a_system_turn_that_repeats_it_are_one_message() -> None:
+    system, turn = {"role": "system", "content": "w9"}, {"from": "system", "value": "w9"}
+    said = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
+    for turns in (said, [turn, *said]):
+        assert read({"system": "w9", "conversations": turns}) == Chat([system, QUESTION, ANSWER])
+    other = read({"system": "w8", "conversations": [turn, *said]})
+    assert isinstance(other, Chat)
+    assert [message["content"] for message in other.messages] == ["w8", "w9", "w1", "w2"]
+    assert other.notes == ("rows with a field 'system' and another system turn in front, both rendered",)
+    beside = read(chat(QUESTION, ANSWER, system="w9"))
+    assert beside == Chat([QUESTION, ANSWER], notes=("rows with a field 'system' beside the messages, not rendered",))
+    assert read(chat(QUESTION, ANSWER, system=None)) == Chat([QUESTION, ANSWER])
+
+
 def test_a11_empty_cells_of_a_file_give_four_equal_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     cells = ['"input": null, ', '"input": NaN, ', "", '"input": "", ']
@@ -200,12 +214,14 @@ def chat(*messages: Any, **more: Any) -> dict[str, Any]:
         ),
         (
             chat(QUESTION, say("assistant", "w", weight="1")),
-            r"'messages\[1\].weight': found text, wanted a num",
+            r"'messages\[1\].weight': found text, wanted a number from 0 to 10,000",
         ),
         (
             chat(QUESTION, say("assistant", "w", weight=-1)),
-            r"'messages\[1\].weight': found a number, wanted a",
+            r"'messages\[1\].weight': found -1, wanted a",
         ),
+        (chat(QUESTION, say("assistant", "w", weight=1e39)), r"'messages\[1\].weight': found 1e\+39, wanted a number"),
+        (chat(QUESTION, say("assistant", "w", weight=math.nan)), r"'messages\[1\].weight': found NaN, wanted a number"),
         (
             chat(QUESTION, say("assistant", "", tool_calls={})),
             r"'messages\[1\].tool_calls': found an object",

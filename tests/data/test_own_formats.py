@@ -71,6 +71,17 @@ def test_rows_of_a_function_are_trained_and_its_errors_named_by_line(tmp_path: P
         data.load_rows(path, tokenizer, format=bound)
 
 
+def test_a_function_that_ends_the_program_is_named_with_its_row(tmp_path: Path) -> None:
+    def leave(row: dict[str, Any]) -> Any:
+        raise SystemExit(*row["text"])
+
+    path = fixtures.write_rows(tmp_path / "rows.jsonl", [{"text": "3"}])
+    with pytest.raises(DataError, match=rf"{path}:1: .*leave raised SystemExit: 3$"):
+        data.load_rows(path, data.load_tokenizer(fixtures.write_tokenizer(tmp_path / "t0")), format=leave)
+    with pytest.raises(RowError, match=r"leave raised SystemExit$"):
+        get_format(leave)({"text": ""})
+
+
 def test_rows_that_fit_several_formats_are_named_with_what_was_taken(tmp_path: Path) -> None:
     tokenizer = data.load_tokenizer(fixtures.write_tokenizer(tmp_path / "t0"))
     rows = [{"instruction": "w1", "output": "w2"}, {"instruction": "w1", "output": "w2", "text": "w1 w2"}]

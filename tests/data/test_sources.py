@@ -61,7 +61,10 @@ def test_a09_line_ends_blank_lines_and_marks_change_nothing(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"messages": [', "not JSON: Expecting value at column 15"),
+        (b'{"messages": [', r"not JSON: Expecting value at column 15: the line ends inside the row.*`jq -c \.`"),
+        (b'{"messages": "w', "not JSON: Unterminated string starting at column 14: the line ends inside the row"),
+        (b'{"messages": "\x01"}', "not JSON: Invalid control character at column 15$"),
+        (b'[{"messages": 1},', r"column 18: the line ends inside the row.*`jq -c '\.\[\]'`"),
         (b"[]", "found a list, wanted an object"),
         (b"3", "found a number, wanted an object"),
         (b'"x"', "found text, wanted an object"),
@@ -124,6 +127,61 @@ def test_broken_json_lists_are_named_by_line(tmp_path: Path, text: str, line: in
     path.write_text(text)
     bad = [number for number, row in read(path) if isinstance(row, BadRow)]
     assert bad == [line]
+
+
+@pytest.mark.parametrize(
+    ("content", "way_out"),
+    [
+        ({"messages": [{"role": "user", "content": "w1"}]}, "`jq -c .`"),
+        ({"version": 1, "data": [{"text": "w1"}]}, "`jq -c '.[\"data\"][]'` writes the objects of 'data' so"),
+        ({"text": "w1"}, "`jq -c .`"),
+    ],
+)
+def test_an_object_over_several_lines_is_told_with_the_way_out(
+    tmp_path: Path, content: dict[str, Any], way_out: str
+) -> None:
+    """In one line it is a row."""
+    path = tmp_path / "rows.json"
+    path.write_text("\n" + json.dumps(content))
+    assert read(path) == [(2, content)]
+    path.write_text("\n" + json.dumps(content, indent=2) + "\n")
+    ((line, bad),) = read(path)
+    assert line == 2
+    assert isinstance(bad, BadRow)
+    assert bad.problem.startswith("found an object over several lines, wanted a list of objects")
+    assert way_out in bad.problem
+    path.write_text(f"{json.dumps({'text': 'w1'}, indent=1)}\n" * 2)
+    assert "`jq -c .`" in read(path)[0][1].problem
+
+
+def test_nan_is_null_but_no_weight(tmp_path: Path, t0: data.Tokenizer) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "w1", "weight": NaN, "n": [NaN, {"x": NaN}]}\n')
+    assert read(path) == [(1, {"text": "w1", "weight": None, "n": [None, {"x": None}]})]
+    for turn in (
+        '{"role": "assistant", "content": "w2", "weight": NaN}',
+        '{"from": "gpt", "value": "w2", "weight": NaN}',
+    ):
+        key = "messages" if "role" in turn else "conversations"
+        path.write_text(f'{{"{key}": [{turn}]}}\n')
+        with pytest.raises(DataError, match=r"\[0\].weight': found NaN, wanted a number from 0 to 10,000"):
+            data.load_rows(path, t0)
+
+
+def test_a_csv_row_without_an_answer_is_skipped_as_in_any_other_file(tmp_path: Path, t0: data.Tokenizer) -> None:
+    for name, header, empty in (
+        ("a.csv", "prompt,completion", "w1,"),
+        ("b.csv", "instruction,input,output", "w1,,"),
+        ("c.csv", "text,n", ",3"),
+    ):
+        good = {"a.csv": "w1,w2", "b.csv": "w1,,w2", "c.csv": "w1,"}[name]
+        path = tmp_path / name
+        path.write_text(f"{header}\n{empty}\n{good}\n")
+        rows = data.load_rows(path, t0)
+        assert [row.where for row in rows] == [f"{path}:3"]
+        (reason,) = rows.report.skipped
+        assert reason == ("an empty text" if name == "c.csv" else "an empty answer")
+        assert rows.report.skipped[reason].where == [f"{path}:2"]
 
 
 def test_a07_a_missing_file_is_named_by_its_absolute_path_and_never_looked_up(

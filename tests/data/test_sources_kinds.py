@@ -6,15 +6,18 @@ import csv
 import gzip
 import json
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import datasets
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from optune import data
+from optune import data, hub
 from optune.data.sources import BadRow, list_sources, read_rows
 from optune.data.sources.splits import parse_split, tell_split
 from optune.errors import DataError
@@ -39,7 +42,7 @@ def write_csv(path: Path, rows: list[list[str]], **options: Any) -> Path:
     return path
 
 
-def test_csv_cells_are_text_and_empty_ones_absent(tmp_path: Path) -> None:
+def test_csv_cells_are_text_and_empty_ones_null(tmp_path: Path) -> None:
     chat = fixtures.chat("w1", "w2")["messages"]
     path = write_csv(
         tmp_path / "a.csv",
@@ -50,8 +53,14 @@ def test_csv_cells_are_text_and_empty_ones_absent(tmp_path: Path) -> None:
         ],
     )
     assert read(path) == [
-        (f"{path}:2", {"instruction": "a,b", "output": "line\nline", "messages": chat, "chosen": "[not a list"}),
-        (f"{path}:4", {"instruction": 'say "x"', "input": "None", "output": " 7", "chosen": chat}),
+        (
+            f"{path}:2",
+            {"instruction": "a,b", "input": None, "output": "line\nline", "messages": chat, "chosen": "[not a list"},
+        ),
+        (
+            f"{path}:4",
+            {"instruction": 'say "x"', "input": "None", "output": " 7", "messages": None, "chosen": chat},
+        ),
     ]
     marked = tmp_path / "b.csv"
     marked.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
@@ -169,7 +178,7 @@ def test_folders_are_read_in_order_and_splits_are_not_trained_by_oversight(tmp_p
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), layout / "data" / f"{name}.parquet")
     with pytest.raises(DataError, match="the folder has files for test") as caught:
         texts(layout)
-    assert "split: train" in str(caught.value.hint)
+    assert f"write {{path: {layout}, split: train}}, or list the files that are meant: [" in str(caught.value.hint)
     assert texts({"path": str(layout), "split": "train"}) == ["w0", "w1", "w2", "w3", "w4"]
     assert texts({"path": str(layout), "split": "test[-2:]"}) == ["w8", "w9"]
     assert texts({"path": str(layout), "split": "train[1:]", "max_rows": 3}) == ["w1", "w2", "w3"]
@@ -225,8 +234,6 @@ def test_archives_and_damaged_ones(tmp_path: Path) -> None:
 
 
 def test_saved_datasets_are_read_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     datasets.disable_progress_bars()
     rows = datasets.Dataset.from_list(ROWS)
     rows.select([3, 1]).save_to_disk(tmp_path / "one")
@@ -248,8 +255,6 @@ def test_saved_datasets_are_read_without_the_library(tmp_path: Path, monkeypatch
 
 
 def test_only_what_begins_with_hf_is_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     datasets.disable_progress_bars()
     saved = datasets.Dataset.from_list(ROWS)
     saved.save_to_disk(tmp_path / "cache")
@@ -260,6 +265,7 @@ def test_only_what_begins_with_hf_is_looked_up_on_the_hub(tmp_path: Path, monkey
         return datasets.load_from_disk(str(tmp_path / "cache"))
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *arguments, **options: None)
     assert texts({"path": "hf://owner/rows@v1", "name": "small", "split": "test[:3]"}) == ["w0", "w1", "w2"]
     assert asked == [("owner/rows", "small", {"split": "test", "revision": "v1"})]
     for text in ("owner/rows", "./owner/rows", "hf:/owner/rows"):
@@ -268,12 +274,55 @@ def test_only_what_begins_with_hf_is_looked_up_on_the_hub(tmp_path: Path, monkey
     with pytest.raises(DataError, match="name: 'small' picks a part of a dataset of the hub, and this is a path"):
         texts({"path": str(tmp_path / "cache"), "name": "small"})
     assert len(asked) == 1
-    monkeypatch.undo()
-    with pytest.raises(
-        DataError, match="hf://someone/nothing: the dataset cannot be had"
-    ) as caught:  # offline in tests
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_said_soon_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The datasets library alone tries again for half a minute, and talks about it."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    asked: list[str | None] = []
+
+    def fail(error: type[Exception], text: str) -> None:
+        def answer(api: Any, dataset: str, *, revision: str | None, timeout: float) -> None:
+            asked.append(revision)
+            raise error(text)
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", answer)
+
+    fail(ConnectionError, "no route to host\nlong explanation")
+    started = time.monotonic()
+    with pytest.raises(DataError) as caught:
         texts("hf://someone/nothing")
-    assert "\n" not in str(caught.value)
+    assert time.monotonic() - started < 3
+    assert str(caught.value) == (
+        "hf://someone/nothing: the hub could not be reached (ConnectionError: no route to host), and it is not in the "
+        "cache on this machine"
+    )
+    assert capfd.readouterr() == ("", "")
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+    class RepositoryNotFoundError(Exception): ...
+
+    fail(RepositoryNotFoundError, "404")
+    with pytest.raises(DataError, match="the hub has no such dataset, or it is private and HF_TOKEN is not set"):
+        texts("hf://someone/nothing@v1")
+    assert asked == [None, "v1"]
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *arguments, **options: time.sleep(20))
+    monkeypatch.setattr(hub, "PATIENCE_S", -0.9)
+    with pytest.raises(DataError, match="the hub did not answer within"):
+        texts("hf://someone/nothing")
+    # What an earlier download has left is taken, and said; another revision than that is not.
+    saved = datasets.Dataset.from_list(ROWS[:2])
+    saved.save_to_disk(tmp_path / "someone___rows/default/0.0.0/0123abcd")
+    copy = datasets.load_from_disk(str(tmp_path / "someone___rows/default/0.0.0/0123abcd"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: copy)
+    capfd.readouterr()
+    assert texts("hf://someone/rows") == texts("hf://someone/rows@0123abcd") == ["w0", "w1"]
+    assert capfd.readouterr().err.count("taking the copy of an earlier download") == 2
+    with pytest.raises(DataError, match="the copy on this machine does not say that it is v1"):
+        texts("hf://someone/rows@v1")
 
 
 def test_the_same_rows_are_the_same_tokens_from_every_kind_of_file(tmp_path: Path) -> None:

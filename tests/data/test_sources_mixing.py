@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,40 @@ def test_weights_follow_the_rows_that_are_kept(tmp_path: Path, t0: data.Tokenize
     assert load(str(first), {"path": str(second), "weight": 1}).mixture is None
     with pytest.raises(DataError, match=r"b\.jsonl: weight 0\.1 of 4 rows takes no row"):
         load({"path": str(second), "weight": 0.1})
-    with pytest.raises(DataError, match="weight: -1 must be above 0"):
-        load({"path": str(second), "weight": -1})
+    for weight in (-1, 0, math.nan, 1e9):
+        with pytest.raises(DataError, match=f"weight: {weight} must be above 0 and at most 10,000".replace("+", ".")):
+            load({"path": str(second), "weight": weight})
     with pytest.raises(DataError, match="a validation takes every row once"):
         data.build_validation_batches(rows, 2)
+
+
+def test_weights_that_would_make_an_epoch_beyond_memory_are_refused_with_the_numbers() -> None:
+    with pytest.raises(DataError, match="b: weight 10000 of 20,000 rows makes 200,000,000 rows an epoch") as caught:
+        check_mixture([5, 20_000], [2, 10_000], ["a", "b"])
+    assert "134,217,728 are the most" in str(caught.value)
+    assert check_mixture([200_000_000], [0.9], ["a"]).size == 180_000_000
+
+
+def test_files_that_are_meant_twice_are_noted(tmp_path: Path, t0: data.Tokenizer) -> None:
+    """Whatever their name, unless the parts share no row; between training and validation too."""
+    path = fixtures.write_rows(tmp_path / "a.jsonl", [{"text": f"w{i}"} for i in range(4)])
+    (tmp_path / "b.jsonl").symlink_to(path)
+    what = "files that are read twice (a weight does that in one entry)"
+    head, tail = ({"path": str(path), "split": split} for split in ("[:2]", "[2:]"))
+    for train, names in (
+        ([path, tmp_path / "b.jsonl"], [f"{tmp_path}/b.jsonl"]),
+        ([path, f"{tmp_path}/../{tmp_path.name}/a.jsonl", head], [f"{tmp_path}/../{tmp_path.name}/a.jsonl", str(path)]),
+        ([head, tail], []),
+        ([head, {"path": str(path), "split": "[1:]"}], [str(path)]),
+    ):
+        rows = data.load_rows(train, t0)
+        noted = rows.report.notes.get(what)
+        assert (noted.where if noted else []) == names
+        streamed = data.build_batches(data.load_rows(train, t0, streaming=True), batch_size=2)
+        assert (what in streamed.describe().get("note", "")) == bool(names)
+    for train, is_noted in ((path, True), (tmp_path / "b.jsonl", True), (tail, False)):
+        for streaming in (False, True):
+            validation = data.load_rows(head, t0)
+            trained = data.load_rows(train, t0, streaming=streaming)
+            batches = data.build_validation_batches(validation, 2, trained=trained)
+            assert ("files of data.validation that are trained too" in batches.describe()) == is_noted

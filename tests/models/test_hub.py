@@ -12,9 +12,8 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 
-from optune import models
+from optune import hub, models
 from optune.errors import ModelError
-from optune.models import hub
 from tests import fixtures
 
 
@@ -112,8 +111,8 @@ def test_an_unreachable_hub_is_one_clear_error(no_hub: Path, monkeypatch: pytest
 
 def test_a_hub_that_does_not_answer_is_given_up(no_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **kwargs: time.sleep(20))
-    assert hub._PATIENCE_S + 1 < 10
-    monkeypatch.setattr(hub, "_PATIENCE_S", -0.9)
+    assert hub.PATIENCE_S + 1 < 10
+    monkeypatch.setattr(hub, "PATIENCE_S", -0.9)
     started = time.monotonic()
     with pytest.raises(ModelError, match="did not answer"):
         models.resolve("owner/name")

@@ -137,6 +137,9 @@ def test_a_changed_recipe_shows_its_own_rows(place: Place) -> None:
         (("--step", "0"), "'0' is not a whole number from 1 up"),
         (("--rows", "-1"), "--rows"),
         (("--split", "validation"), "data.validation: is null"),
+        (("data.streaming=true",), "max_steps: is null, and how many steps an epoch has is not known"),
+        (("data.streaming=true", "epochs=2", "max_steps=2"), "epochs: is 2, and how many steps an epoch has"),
+        (("data.streaming=true", "max_steps=2", "--step", "3"), "there is no step 3 to show: there are 2"),
         (("data.trian=x",), "trian"),
         (("data.train=none.jsonl",), "none.jsonl: no such data file"),
     ],
@@ -171,6 +174,9 @@ def test_a_stream_shows_its_first_window(place: Place) -> None:
     result = place.call("data", "full_finetune", "--config", "config.yaml", *stream, "--step", "4")
     assert (result.code, len(result.errors)) == (2, 1)
     assert "there is no step 4 to show" in result.err
+    whole = place.preview(*stream, "data.shuffle_window=9")
+    assert len(whole["units"]) == 9
+    assert whole["notes"] == []
 
 
 def test_data_that_would_steer_a_terminal_is_shown_as_numbers(place: Place) -> None:

@@ -6,9 +6,10 @@ looked at, unless a path begins with `hf://`. Another kind of file is a pair of 
 """
 
 from optune.data.sources.entries import list_sources
+from optune.data.sources.overlap import find_common, find_twice
 from optune.data.sources.reading import READERS, count_rows, parse_record, read_records, read_rows
 from optune.data.sources.source import Mark, Record, Source
-from optune.data.sources.values import BadRow, describe, name_rows
+from optune.data.sources.values import BadRow, describe
 
 __all__ = [
     "READERS",
@@ -18,8 +19,9 @@ __all__ = [
     "Source",
     "count_rows",
     "describe",
+    "find_common",
+    "find_twice",
     "list_sources",
-    "name_rows",
     "parse_record",
     "read_records",
     "read_rows",

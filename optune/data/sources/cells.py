@@ -1,7 +1,7 @@
-"""CSV and TSV: the first record names the columns, an empty cell is absent, every other cell is text.
+"""CSV and TSV: the first record names the columns, an empty cell is null, every other cell is text.
 
-Cells of the columns that formats want as lists (`LISTS`) hold JSON. A record may span lines inside quotes (RFC 4180);
-it is named by the line on which it begins.
+Cells of the columns that formats want as lists (`values.LISTS`) hold JSON. A record may span lines inside quotes
+(RFC 4180); it is named by the line on which it begins.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from typing import Any, NamedTuple
 
 from optune.data.sources.lines import MARK
 from optune.data.sources.source import Mark, Record, Source, read_lines
-from optune.data.sources.values import BadRow, decode_text, describe, explain
-
-LISTS = ("messages", "conversations", "tools", "history", "tokens", "input_ids", "labels")
-"""Columns whose cells hold JSON."""
+from optune.data.sources.values import LISTS, BadRow, decode_text, describe, explain
 
 MAYBE_LISTS = ("chosen", "rejected", "prompt", "completion")
 """Columns whose cells are a chat in JSON where they are a list of objects, and text otherwise."""
@@ -100,8 +97,8 @@ def parse_cells(record: Any) -> Any:
     for name, cell in zip(names, cells, strict=True):
         if problem := _check_text(cell):
             return BadRow(f"column {name!r}: {problem}")
-        if name and cell.strip():
-            row[name] = cell
+        if name:
+            row[name] = cell if cell.strip() else None
     return parse_lists(row)
 
 

@@ -13,6 +13,9 @@ from optune.data.sources.source import TABLES, Source
 from optune.data.sources.splits import Split, parse_split
 from optune.errors import DataError
 
+MOST_WEIGHT = 10_000
+"""Of a source: each of its rows so often an epoch."""
+
 KEYS = ("path", "format", "weight", "max_rows", "split", "name")
 
 
@@ -41,12 +44,10 @@ def _read_entry(entry: Any) -> dict[str, Any]:
     if unknown:
         raise DataError(f"a data source has the keys {', '.join(KEYS)}, not {', '.join(unknown)}", where="data")
     weight, max_rows = entry.get("weight"), entry.get("max_rows")
-    for key, value, is_fine in (
-        ("weight", weight, weight is None or 0 < weight < float("inf")),
-        ("max_rows", max_rows, max_rows is None or max_rows > 0),
-    ):
-        if not is_fine:
-            raise DataError(f"{key}: {value} must be above 0", where=str(entry["path"]))
+    if not (weight is None or 0 < weight <= MOST_WEIGHT):
+        raise DataError(f"weight: {weight} must be above 0 and at most {MOST_WEIGHT:,}", where=str(entry["path"]))
+    if not (max_rows is None or max_rows > 0):
+        raise DataError(f"max_rows: {max_rows} must be above 0", where=str(entry["path"]))
     return dict(entry)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from optune.data.sources.source import READ_ERRORS, Mark, Record, Source, explain_read, open_source, read_lines
-from optune.data.sources.values import DECODER, BadRow, check_row, explain, parse_object
+from optune.data.sources.values import DECODER, LISTS, BadRow, check_row, explain, parse_object
 
 MARK = b"\xef\xbb\xbf"
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -47,7 +47,8 @@ def parse_text_line(line: Any) -> Any:
 def find_in_json(source: Source, start: Mark) -> Iterator[Record]:
     """A list of objects, each with the line that it starts on; a file that is no list is read as JSONL.
 
-    The file is read whole, and offsets are rows. A row comes parsed.
+    The file is read whole, and offsets are rows. A row comes parsed. An object over several lines is neither, which is
+    said with the way out.
     """
     try:
         with open_source(source) as stream:
@@ -57,6 +58,9 @@ def find_in_json(source: Source, start: Mark) -> Iterator[Record]:
         return
     if content.lstrip().startswith(b"["):
         pairs = _split_list(content)
+    elif problem := _find_tall_object(content):
+        first = content[: len(content) - len(content.lstrip())].count(b"\n") + 1
+        pairs = [(first, BadRow(problem))]
     else:
         pairs = ((number, parse_json_line(line)) for number, line, _ in find_lines(source, Mark()))
     for rows, (number, row) in enumerate(pairs, start=1):
@@ -66,6 +70,22 @@ def find_in_json(source: Source, start: Mark) -> Iterator[Record]:
 
 def keep(row: Any) -> Any:
     return row
+
+
+def _find_tall_object(content: bytes) -> str | None:
+    """What to say of a file that begins with an object over several lines; None where it does not."""
+    try:
+        text = content.decode("utf-8").lstrip()
+        row, end = DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or "\n" not in text[:end]:
+        return None
+    said = "found an object over several lines, wanted a list of objects, or one object a line"
+    inner = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if text[end:].strip() or not inner or set(LISTS) & row.keys():
+        return f"{said} (`jq -c .` writes rows so)"
+    return f"{said} (`jq -c '.[\"{inner[0][:40]}\"][]'` writes the objects of {inner[0][:40]!r} so)"
 
 
 def _split_list(content: bytes) -> Iterator[tuple[int, Any]]:

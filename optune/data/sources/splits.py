@@ -16,6 +16,7 @@ _WORDS = {
     "test": ("test", "testing"),
 }
 _NAMED = {word: split for split, words in _WORDS.items() for word in words}
+_LISTED = 3
 _FIRST_WORD = re.compile(r"[a-z]+(?![a-z])")
 
 
@@ -97,10 +98,12 @@ def choose_files(folder: Path, files: Sequence[Path], name: str | None) -> list[
         if not others:
             return list(files)
         shown = by_split[others[0]][0].relative_to(folder)
+        meant = by_split.get("train") or by_split.get(None) or by_split[others[0]]
+        listed = ", ".join(map(str, meant)) if len(meant) <= _LISTED else f"{meant[0]}, …"
         raise DataError(
             f"the folder has files for {' and '.join(others)} ({shown}), and the source does not say which are meant",
             where=str(folder),
-            hint=f"add split: {known[0]}, or name the files by a pattern such as {folder}/*.jsonl",
+            hint=f"write {{path: {folder}, split: {known[0]}}}, or list the files that are meant: [{listed}]",
         )
     wanted = _NAMED.get(name, name)
     if wanted in by_split:

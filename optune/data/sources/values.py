@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 MOST_NESTED = 100
 """Objects and lists inside one another. Deeper rows are damaged, and no chat template can print them."""
+
+LISTS = ("messages", "conversations", "tools", "history", "tokens", "input_ids", "labels")
+"""Columns that formats want as lists."""
 
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -34,10 +36,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _constant(name: str) -> None:
-    """NaN is how some tools write an empty cell; it becomes null."""
+def _constant(name: str) -> float:
     if name != "NaN":
         raise BadValueError(f"holds {name}, which is no number")
+    return math.nan
 
 
 def _float(text: str) -> float:
@@ -68,7 +70,7 @@ def check_row(row: Any, text: str) -> Any:
     """`row`, parsed from `text`, or a BadRow where it is no object of clean text."""
     if not isinstance(row, dict):
         return BadRow(f"found {describe(row)}, wanted an object")
-    return BadRow(problem) if (problem := find_problem(row, text)) else row
+    return BadRow(problem) if (problem := find_problem(row, text)) else _clear_nans(row, text)
 
 
 def find_problem(value: Any, text: str) -> str | None:
@@ -85,16 +87,42 @@ def decode_text(text: str) -> Any:
     value = DECODER.decode(text)
     if problem := find_problem(value, text):
         raise BadValueError(problem)
-    return value
+    return _clear_nans(value, text)
+
+
+def _clear_nans(value: Any, text: str) -> Any:
+    """`value`, parsed from `text`, with null for NaN, which is how some tools write an empty cell. The weight of a
+    message stays NaN: it was computed, and what came out is no weight."""
+
+    def clear(item: Any) -> Any:
+        if isinstance(item, list):
+            return [clear(inner) for inner in item]
+        if not isinstance(item, dict):
+            return None if item != item else item
+        kept = ("weight",) if "role" in item or "from" in item else ()
+        return {key: inner if key in kept else clear(inner) for key, inner in item.items()}
+
+    return clear(value) if "NaN" in text else value
 
 
 def explain(error: ValueError | RecursionError, *, show_column: bool = False) -> str:
     """What is wrong with a text that `DECODER` refused."""
     if isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error.msg}" + (f" at column {error.colno}" if show_column else "")
+        return _explain_syntax(error, show_column)
     if isinstance(error, BadValueError):
         return str(error)
     return f"not JSON: {'nested too deeply' if isinstance(error, RecursionError) else 'a number has too many digits'}"
+
+
+def _explain_syntax(error: json.JSONDecodeError, show_column: bool) -> str:
+    what = error.msg.removesuffix(" at")  # `Unterminated string starting at`
+    if not show_column:
+        return f"not JSON: {what.removesuffix(' starting')}"
+    said = f"not JSON: {what} at column {error.colno}"
+    if error.pos < len(error.doc.rstrip()) and not what.startswith("Unterminated string"):
+        return said
+    program = "'.[]'" if error.doc.lstrip().startswith("[") else "."
+    return f"{said}: the line ends inside the row, and a row is one line (`jq -c {program}` writes rows so)"
 
 
 def _depth(value: Any) -> int:
@@ -111,9 +139,3 @@ def describe(value: Any) -> str:
         return "null" if value is None else "NaN"
     kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return kinds.get(type(value), type(value).__name__)
-
-
-def name_rows(places: Sequence[str], total: int) -> str:
-    """The first few places of `total`, as messages name them."""
-    more = f" and {total - len(places)} more" if total > len(places) else ""
-    return ", ".join(places) + more

@@ -21,11 +21,10 @@ from typing import Any, NoReturn
 from optune.data.collating import collate
 from optune.data.formats import name_format
 from optune.data.rows import Report
-from optune.data.sources import name_rows
 from optune.data.streams.blocks import DEFAULT_WINDOW, Blocks, StreamedRows, Unit
 from optune.data.streams.position import Position, add_block, read_position, sample_file
 from optune.data.streams.windows import Window
-from optune.errors import DataError
+from optune.errors import DataError, list_few
 from optune.files import format_bytes
 from optune.types import Microbatch
 
@@ -112,6 +111,7 @@ class StreamedBatches:
         report = copy.deepcopy(position.report)
         if position.unit:
             add_block(report, self._blocks.block(position).report)
+        report.note_twice(self.rows.sources)
         return report
 
     def describe(self) -> dict[str, str]:
@@ -120,7 +120,7 @@ class StreamedBatches:
         names = list(dict.fromkeys(source.name for source in sources))
         size = format_bytes(sum({source.path: source.path.stat().st_size for source in sources}.values()))
         order = f"shuffled among {self._window_rows:,} rows" if self.shuffle else "in the order of the files"
-        fields = {"data": f"{name_rows(names[:3], len(names))}, {size} streamed, {order}"}
+        fields = {"data": f"{list_few(names)}, {size} streamed, {order}"}
         return fields | self._describe_report(1, "first rows")
 
     def describe_end(self, step: int) -> dict[str, str]:
@@ -131,6 +131,7 @@ class StreamedBatches:
         """What the steps of the first window hold, in order, and what became of its rows."""
         self._settle()
         position, units, report = self._positions[0], list[Unit](), Report()
+        is_last = self._blocks.window(position).is_last
         while position.block * self._blocks.size < len(self._blocks.window(position).picks):
             block = self._blocks.block(position)
             units += block.units
@@ -138,7 +139,9 @@ class StreamedBatches:
             position = replace(position, block=position.block + 1)
         if not units:
             self._fail(report)
-        report.note("the first window of a stream; what follows is not read", units[0][0].where, report.kept)
+        report.note_twice(self.rows.sources)
+        if not is_last:
+            report.note("the first window of a stream; what follows is not read", units[0][0].where, report.kept)
         return units, report
 
     def _describe_report(self, step: int, title: str) -> dict[str, str]:
@@ -263,7 +266,7 @@ class StreamedBatches:
         reasons = "; ".join([*report.skipped_lines(), *report.noted_lines()])
         raise DataError(
             f"none of the {report.rows} rows can be trained: {reasons}" if reasons else "no rows",
-            where=name_rows(names[:3], len(names)),
+            where=list_few(names),
         )
 
     def _done(self, position: Position) -> float:

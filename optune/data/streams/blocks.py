@@ -24,7 +24,7 @@ _BLOCK, _PACKED_BLOCK = 256, 1024
 """Rows; with packing more, so that packs are filled well."""
 
 _ROW_STREAM, _PACK_STREAM = 1 << 40, 1 << 41
-"""Of random numbers: one for each window; `batching` and `mixing` have the small ones."""
+"""Of random numbers: one for each window; `batches` and `mixing` have the small ones."""
 
 Unit = list[Row]
 
@@ -99,8 +99,9 @@ class Blocks:
         places = [(window.items[index].source, window.items[index].record.number) for index in picks.tolist()]
         found = (kept.get((number, self._rows.sources[number].place(row))) for number, row in places)
         rows = [row for row in found if row is not None]
-        report.kept, report.tokens = len(rows), sum(len(row.tokens) for row in rows)
-        report.targets = sum(int(row.trained.sum()) for row in rows)
+        # A weight makes a row come more often, and not more rows.
+        report.kept, report.tokens = len(kept), sum(len(row.tokens) for row in kept.values())
+        report.targets = sum(int(row.trained.sum()) for row in kept.values())
         report.longest = max((len(row.tokens) for row in rows), default=0)
         teaches_stop = self._rows.encoder.tokenizer.teaches_stop
         if rows and not any(teaches_stop(row.tokens, row.trained) for row in rows):

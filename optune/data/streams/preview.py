@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from optune.data.batching import Batches
+from optune.data.batches import Batches
 from optune.data.rows import Rows
 from optune.data.streams.batches import StreamedBatches
 

@@ -19,7 +19,8 @@ from optune.data.sources.source import TABLES
 from optune.data.sources.tables import count_table_rows
 
 MOST_BYTES = 64 * 1024 * 1024
-"""Of the rows of a window as they stand in the file; long rows make a window of fewer rows."""
+"""Of the rows of a window as they stand in the file, each as often as it comes; long rows make a window of fewer
+rows."""
 
 _UNPACKED = 4
 """How much larger a compressed file is guessed to be; only shares depend on it."""
@@ -89,7 +90,7 @@ class Windows:
             item, bytes_read = reader.take()
             items.append(item)
             times.append(self._times(reader.entry.weight, epoch, item))
-            size += bytes_read
+            size += bytes_read * max(1, times[-1])
         after = tuple(reader.place for reader in readers)
         self._readers = (after, readers)
         share = 1.0 if all(reader.is_over for reader in readers) else self.share(after)

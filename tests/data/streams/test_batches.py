@@ -273,6 +273,8 @@ def test_entries_are_read_side_by_side_and_weights_repeat_rows_in_place(t0: data
     drawn = {row for row in times if row.startswith(str(second))}
     assert 0 < len(drawn) < 10
     assert {times[row] for row in drawn} == {1}
+    report = batches.report(30)
+    assert report.kept == report.rows > 0  # of the file, however often they come
 
 
 def test_windows_are_bounded_in_bytes_too(path: Path, t0: data.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,11 +129,12 @@ def test_optune_data_shows_the_rows_that_a_stream_trains_first(
 ) -> None:
     config = write_inputs(tmp_path, rows=40)
     for options in ((), ("data.packing=true", "batch_size=1")):
-        words = ["full_finetune", "--config", str(config), "data.streaming=true", "data.shuffle_window=8", *options]
+        words = ["full_finetune", "--config", str(config), "data.streaming=true", "data.shuffle_window=8", "epochs=1"]
+        words += ["max_steps=2", *options]
         assert main(["data", *words, "--json", "--step", "2"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["rows"]["read"] == 8 if not options else shown["rows"]["kept"] == 8
-        run("full_finetune", config, tmp_path / f"out{len(options)}", *words[3:], "epochs=1", "max_steps=2")
+        run("full_finetune", config, tmp_path / f"out{len(options)}", *words[3:])
         line = Finished(tmp_path / f"out{len(options)}").metrics[1]
         assert sum(sum(unit["trained"]) for unit in shown["units"]) == line["targets"]
         assert sum(len(unit["ids"]) - sum(unit["padding"]) for unit in shown["units"]) == line["tokens"]
