@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Collection
 from collections.abc import Sequence as Arguments
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from optune.errors import ConfigError
 DEFAULTS = "defaults"
 
 
-def compose(defaults: Mapping, config_path: Path, arguments: Arguments[str], problems: Problems) -> Mapping:
+def compose(
+    defaults: Mapping, config_path: Path, arguments: Arguments[str], problems: Problems, lists: Collection[str] = ()
+) -> Mapping:
     """`defaults`, then the config (with its own defaults list, composed by Hydra), then the overrides; resolved.
+    `lists`: the keys that want a list (see `merge`).
 
     Raises ConfigError where a file cannot be read; whatever else is wrong goes to `problems`.
     """
@@ -36,12 +40,12 @@ def compose(defaults: Mapping, config_path: Path, arguments: Arguments[str], pro
             )
     primary = read_yaml(config_path, shown)
     if DEFAULTS in primary.entries:
-        files, overrides = _compose_defaults(config_path, overrides)
+        files, overrides = _compose_defaults(config_path, overrides, lists)
     else:
         files = primary
     tree = merge(defaults, files)
     assert isinstance(tree, Mapping)
-    tree = apply_overrides(tree, [override for override in overrides if not override.is_sweep], problems)
+    tree = apply_overrides(tree, [override for override in overrides if not override.is_sweep], problems, lists)
     # Once more below everything: a target that was left and chosen again has its defaults again, as it has when the
     # composed config is saved and loaded.
     tree = merge(defaults, tree)
@@ -55,7 +59,9 @@ def shorten(path: Path) -> str:
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
-def _compose_defaults(config_path: Path, overrides: list[Override]) -> tuple[Mapping, list[Override]]:
+def _compose_defaults(
+    config_path: Path, overrides: list[Override], lists: Collection[str]
+) -> tuple[Mapping, list[Override]]:
     """The merged files of a defaults list, and the overrides that are left when config groups are chosen."""
     import yaml
     from hydra import initialize_config_dir
@@ -87,7 +93,7 @@ def _compose_defaults(config_path: Path, overrides: list[Override]) -> tuple[Map
     tree = Mapping()
     for default in listed.defaults:
         if default.config_path and not default.config_path.startswith("hydra/"):
-            merged = merge(tree, _read_default(folder, default.config_path, default.package or ""))
+            merged = merge(tree, _read_default(folder, default.config_path, default.package or ""), lists)
             tree = merged if isinstance(merged, Mapping) else tree
     return tree, [override for override in overrides if override not in choices]
 

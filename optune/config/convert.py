@@ -31,15 +31,17 @@ def type_hints(schema: type[Any]) -> dict[str, Any]:
     return get_type_hints(schema)
 
 
-def list_keys(schema: type[Any], prefix: str = "") -> list[str]:
-    """Every key that a schema declares, as dotted paths."""
+def list_keys(schema: type[Any], prefix: str = "", *, only: type[Any] = object) -> list[str]:
+    """Every key that a schema declares, as dotted paths; `only` those that may be of a type (`list`, `type(None)`)."""
     keys: list[str] = []
     for field in dataclasses.fields(schema):
         path = join(prefix, field.name)
-        keys.append(path)
-        for member in _members(type_hints(schema)[field.name]):
+        members = _members(type_hints(schema)[field.name])
+        if only is object or any(only in (member, get_origin(member)) for member in members):
+            keys.append(path)
+        for member in members:
             if dataclasses.is_dataclass(member) and isinstance(member, type):
-                keys += list_keys(member, path)
+                keys += list_keys(member, path, only=only)
     return keys
 
 

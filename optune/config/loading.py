@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from optune.config.compose import compose
-from optune.config.convert import FAILED, convert
+from optune.config.convert import FAILED, convert, list_keys
 from optune.config.nodes import TARGET, Mapping, Node, Sequence, join, to_node
 from optune.config.options import rules_of
 from optune.config.problems import Problems
@@ -30,7 +30,7 @@ def load(
     when all that is right are the `_target_`s imported and their keywords checked.
     """
     problems = Problems()
-    tree = compose(_target_defaults(schema), Path(config_path), overrides, problems)
+    tree = compose(_target_defaults(schema), Path(config_path), overrides, problems, list_keys(schema, only=list))
     cfg = convert(schema, tree, problems)
 
     def where(path: str) -> str:

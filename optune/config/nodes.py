@@ -6,6 +6,7 @@ value). Here nothing is guessed: the key's declared type decides later (`convert
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,16 +68,20 @@ def to_node(value: Any, where: str) -> Node:
     return Scalar(str(value), where, quoted=isinstance(value, str))
 
 
-def merge(base: Node, over: Node) -> Node:
-    """`over` on top of `base`: mappings merge key by key, everything else is replaced.
+def merge(base: Node, over: Node, lists: Collection[str] = (), path: str = "") -> Node:
+    """`over` on top of `base`, which stands at `path`: mappings merge key by key, everything else is replaced.
 
-    A mapping that names another `_target_` replaces the old one whole: its keywords belonged to the old target.
+    A mapping that names another `_target_` replaces the old one whole: its keywords belonged to the old target. So does
+    one where a key of `lists` wants a list: it stands for a list of one, or is an item, and the limits of the old data
+    source are not those of the new one.
     """
     if not (isinstance(base, Mapping) and isinstance(over, Mapping)) or _changes_target(base, over):
         return over
+    if (path.rpartition("[")[0] if path.endswith("]") else path) in lists:
+        return over
     entries = dict(base.entries)
     for key, node in over.entries.items():
-        entries[key] = merge(entries[key], node) if key in entries else node
+        entries[key] = merge(entries[key], node, lists, join(path, key)) if key in entries else node
     return replace(base, entries=entries)
 
 

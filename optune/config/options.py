@@ -16,6 +16,7 @@ class Rules:
     - `target`: a mapping may name a class by `_target_`; the text says what kind of class it must be.
     - `numbers`: bounds of entries in a free mapping, such as `lr` in `optimizer`.
     - `not_empty`: a text or list that must hold something.
+    - `null`: what null stands for, where the key takes it; goes on after "null is".
     - `words`: texts that a number's type allows in its place; read from the type.
     """
 
@@ -27,6 +28,7 @@ class Rules:
     target: str | None = None
     numbers: dict[str, Rules] | None = None
     not_empty: bool = False
+    null: str | None = None
     words: tuple[str, ...] = ()
 
 

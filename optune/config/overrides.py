@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,12 +167,14 @@ def _to_node(value: Any, where: str) -> Node:
     return to_node(value, where)
 
 
-def apply_overrides(tree: Mapping, overrides: Iterable[Override], problems: Problems) -> Mapping:
-    """`tree` with the overrides applied in order, those that set a `_target_` first: a new target drops the old one's
-    keywords, never those that are given beside it."""
-    for override in sorted(overrides, key=lambda override: not _sets_target(override)):
+def apply_overrides(
+    tree: Mapping, overrides: Iterable[Override], problems: Problems, lists: Collection[str] = ()
+) -> Mapping:
+    """`tree` with the overrides applied in order, but a `_target_` before the keywords that are given beside it, which
+    it must not drop as it drops the old target's. `lists`: see `merge`."""
+    for override in _put_targets_first(overrides):
         try:
-            changed = _change(tree, override.key.split("."), override, "")
+            changed = _change(tree, override.key.split("."), override, "", lists)
         except ConfigError as error:
             problems.errors.append(error)
             continue
@@ -180,28 +182,52 @@ def apply_overrides(tree: Mapping, overrides: Iterable[Override], problems: Prob
     return tree
 
 
-def _sets_target(override: Override) -> bool:
+def _put_targets_first(overrides: Iterable[Override]) -> list[Override]:
+    """Each override that sets a `_target_` in front of those that set something below the same key, back to the last
+    one that set the key itself."""
+    ordered: list[Override] = []
+    for override in overrides:
+        key, place = _targeted_key(override), len(ordered)
+        for index in range(len(ordered) - 1, -1, -1) if key is not None else ():
+            earlier = ordered[index]
+            if key == _targeted_key(earlier) or f"{key}.".startswith(f"{earlier.key}."):
+                break
+            if earlier.key.startswith(f"{key}."):
+                place = index
+        ordered.insert(place, override)
+    return ordered
+
+
+def _targeted_key(override: Override) -> str | None:
+    """The key whose `_target_` an override sets."""
+    if override.key.endswith(f".{TARGET}"):
+        return override.key.removesuffix(f".{TARGET}")
     node = override.values[0]
-    return override.key.endswith(f".{TARGET}") or (isinstance(node, Mapping) and TARGET in node.entries)
+    return override.key if isinstance(node, Mapping) and TARGET in node.entries else None
 
 
 def _change(
-    node: Node | None, keys: list[str], override: Override, path: str, siblings: Iterable[str] = ()
+    node: Node | None,
+    keys: list[str],
+    override: Override,
+    path: str,
+    lists: Collection[str],
+    siblings: Iterable[str] = (),
 ) -> Node | None:
     """`node` after the override; None where it is gone. `siblings` are the keys that stand beside it."""
     if not keys:
-        return _place(node, override, path, siblings)
+        return _place(node, override, path, lists, siblings)
     key = keys[0]
     if isinstance(node, Scalar) and not node.is_null:
         # One text stands for a list of one, or for the mapping that it abbreviates.
         node = Sequence((node,), node.where) if key.isdigit() else Mapping({SHORTHAND: node}, node.where)
     if isinstance(node, Sequence):
-        return _change_item(node, keys, override, path)
+        return _change_item(node, keys, override, path, lists)
     mapping = node if isinstance(node, Mapping) else Mapping(where=override.where)
     if len(keys) == 1 and key == TARGET and override.kind != "remove":
         return merge(mapping, Mapping({TARGET: override.values[0]}, override.where))
     beside = [join(path, other) for other in mapping.entries]
-    changed = _change(mapping.entries.get(key), keys[1:], override, join(path, key), beside)
+    changed = _change(mapping.entries.get(key), keys[1:], override, join(path, key), lists, beside)
     entries = {**mapping.entries, key: changed} if changed is not None else _without(mapping.entries, key)
     return replace(mapping, entries=entries)
 
@@ -210,7 +236,7 @@ def _without(entries: dict[str, Node], key: str) -> dict[str, Node]:
     return {other: node for other, node in entries.items() if other != key}
 
 
-def _change_item(node: Sequence, keys: list[str], override: Override, path: str) -> Node:
+def _change_item(node: Sequence, keys: list[str], override: Override, path: str, lists: Collection[str]) -> Node:
     items = list(node.items)
     if not keys[0].isdigit() or int(keys[0]) >= len(items):
         raise ConfigError(
@@ -219,12 +245,14 @@ def _change_item(node: Sequence, keys: list[str], override: Override, path: str)
             hint=f"items count from 0; {path}=[…] sets the whole list",
         )
     index = int(keys[0])
-    changed = _change(items[index], keys[1:], override, join(path, index))
+    changed = _change(items[index], keys[1:], override, join(path, index), lists)
     items[index : index + 1] = [] if changed is None else [changed]
     return replace(node, items=tuple(items))
 
 
-def _place(node: Node | None, override: Override, path: str, siblings: Iterable[str]) -> Node | None:
+def _place(
+    node: Node | None, override: Override, path: str, lists: Collection[str], siblings: Iterable[str]
+) -> Node | None:
     if override.kind == "remove":
         if node is None:
             raise ConfigError(
@@ -240,7 +268,7 @@ def _place(node: Node | None, override: Override, path: str, siblings: Iterable[
             where=override.where,
             hint=f"write {override.where.lstrip('+')}",
         )
-    return value if node is None else merge(node, value)
+    return value if node is None else merge(node, value, lists, path)
 
 
 def spell(node: Node) -> str:

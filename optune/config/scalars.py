@@ -30,21 +30,24 @@ class UnfitError(Exception):
         return f"must be {self.wants}, not {value}" + (f": {self.because}" if self.because else "")
 
 
-def _refuse_nulls(scalar: Scalar, wants: str, nullable: bool) -> None:
+def _refuse_nulls(scalar: Scalar, wants: str, nullable: bool, rules: Rules = NO_RULES) -> None:
     """No value at all, or a spelling of null that only Python knows."""
-    hint = "null turns it off" if nullable else None
     if scalar.is_python_null:
         raise UnfitError(
             wants, scalar.text, "write null" if nullable else "null is written null, and this key needs a value"
         )
     if scalar.is_null or not scalar.text:
-        raise UnfitError(wants, scalar.text, hint)
+        raise UnfitError(wants, scalar.text, _explain_null(rules))
+
+
+def _explain_null(rules: Rules) -> str | None:
+    return f"null is {rules.null}" if rules.null else None
 
 
 def read_int(scalar: Scalar, rules: Rules = NO_RULES, nullable: bool = False) -> int:
     """A whole number in decimal; `1_000` is 1000."""
     wants = _bounded("a whole number", rules, nullable)
-    _refuse_nulls(scalar, wants, nullable)
+    _refuse_nulls(scalar, wants, nullable, rules)
     if not _INT.match(scalar.text):
         hint = None
         if _FLOAT.match(scalar.text) and math.isfinite(number := float(scalar.text)) and number == int(number):
@@ -56,7 +59,7 @@ def read_int(scalar: Scalar, rules: Rules = NO_RULES, nullable: bool = False) ->
 def read_float(scalar: Scalar, rules: Rules = NO_RULES, nullable: bool = False) -> float:
     """A finite number: `1e-5`, `1E-5`, `.00001` and `1_000.5` are all numbers."""
     wants = _bounded("a number", rules, nullable)
-    _refuse_nulls(scalar, wants, nullable)
+    _refuse_nulls(scalar, wants, nullable, rules)
     if not _FLOAT.match(scalar.text) or not math.isfinite(float(scalar.text)):
         raise UnfitError(wants, scalar.text, _decimal_comma(scalar.text))
     return _check_bounds(float(scalar.text), scalar, rules, wants)
@@ -68,15 +71,13 @@ def _decimal_comma(text: str) -> str | None:
 
 
 def _bounded(noun: str, rules: Rules, nullable: bool) -> str:
-    bounds = []
+    bounds = [f"above {rules.above:g}"] if rules.above is not None else []
     if rules.minimum is not None and rules.maximum is not None:
         bounds.append(f"from {rules.minimum:g} to {rules.maximum:g}")
     elif rules.minimum is not None:
         bounds.append(f"of at least {rules.minimum:g}")
     elif rules.maximum is not None:
-        bounds.append(f"of at most {rules.maximum:g}")
-    if rules.above is not None:
-        bounds.append(f"above {rules.above:g}")
+        bounds.append(f"{'and ' if bounds else ''}of at most {rules.maximum:,g}")
     if rules.below is not None:
         bounds.append(f"and below {rules.below:g}" if bounds else f"below {rules.below:g}")
     return " or ".join([" ".join([noun, *bounds]), *rules.words, *(["null"] if nullable else [])])
@@ -90,7 +91,7 @@ def _check_bounds(number: float, scalar: Scalar, rules: Rules, wants: str) -> fl
         or (rules.maximum is not None and number > rules.maximum)
     )
     if outside:
-        raise UnfitError(wants, scalar.text, "null turns it off" if wants.endswith("or null") else None)
+        raise UnfitError(wants, scalar.text, _explain_null(rules))
     return number
 
 
@@ -124,7 +125,7 @@ def read_text(scalar: Scalar, rules: Rules = NO_RULES, nullable: bool = False) -
     if is_null or (scalar.is_python_null and (nullable or scalar.text == "None")):
         raise UnfitError(wants, scalar.text, "write null" if nullable else "a text of these letters stands in quotes")
     if rules.not_empty and not scalar.text.strip():
-        raise UnfitError(wants, scalar.text, "null turns it off" if nullable else None)
+        raise UnfitError(wants, scalar.text, _explain_null(rules))
     return expand(scalar.text) if rules.is_path else scalar.text
 
 

@@ -12,6 +12,8 @@ from optune.config.options import Rules, option
 
 DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion", "text", "tokens", "preference"]
 NOT_NEGATIVE = Rules(minimum=0)
+MOST_WEIGHT = 10_000
+"""Of a data source."""
 OPTIMIZER_NUMBERS = {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE, "eps": NOT_NEGATIVE, "momentum": NOT_NEGATIVE}
 
 OTHER_NAMES = {
@@ -70,11 +72,11 @@ class DataSource:
     """
 
     path: str = option(is_path=True, not_empty=True)
-    format: DataFormat | dict[str, Any] | None = option(None, target="format")
-    weight: float = option(1.0, above=0)
-    max_rows: int | None = option(None, minimum=1)
-    split: str | None = option(None, not_empty=True)
-    name: str | None = option(None, not_empty=True)
+    format: DataFormat | dict[str, Any] | None = option(None, target="format", null="the format of the data section")
+    weight: float = option(1.0, above=0, maximum=MOST_WEIGHT)
+    max_rows: int | None = option(None, minimum=1, null="all rows")
+    split: str | None = option(None, not_empty=True, null="train, and the whole of a file")
+    name: str | None = option(None, not_empty=True, null="the only config of the dataset")
 
 
 @dataclass
@@ -87,19 +89,19 @@ class DataSection:
     """
 
     train: list[str | DataSource] = option(is_path=True, not_empty=True)
-    validation: list[str | DataSource] | None = option(None, is_path=True)
+    validation: list[str | DataSource] | None = option(None, is_path=True, null="no validation")
     format: DataFormat | dict[str, Any] = option("auto", target="format")
-    max_length: int | None = option(2048, minimum=2)
+    max_length: int | None = option(2048, minimum=2, null="no limit")
     truncation: Literal["drop", "error", "truncate_right", "truncate_left"] = "drop"
     packing: bool = False
     shuffle: bool = True
     streaming: bool = False
-    shuffle_window: int | None = option(None, minimum=1)
+    shuffle_window: int | None = option(None, minimum=1, null="a window of 10,000 rows")
     group_by_length: bool = False
     pad_to_multiple: int = option(1, minimum=1)
-    cache: str | None = option("auto", is_path=True, not_empty=True)
+    cache: str | None = option("auto", is_path=True, not_empty=True, null="no cache")
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    chat_template: str | None = option(None, is_path=True, not_empty=True)
+    chat_template: str | None = option(None, is_path=True, not_empty=True, null="the template of the model")
     template_date: str = option("2024-07-26", not_empty=True)
     parse_special: bool = False
 
@@ -111,15 +113,15 @@ class ScheduleSection:
     name: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     warmup_steps: int = option(0, minimum=0)
     min_lr_ratio: float = option(0.0, minimum=0, maximum=1)
-    decay_steps: int | None = option(None, minimum=0)
+    decay_steps: int | None = option(None, minimum=0, null="a fifth of the run, for wsd")
 
 
 @dataclass
 class CheckpointSection:
     """When the run is saved. The last step is always saved."""
 
-    save_every_steps: int | None = option(None, minimum=1)
-    keep_last: int | None = option(2, minimum=1)
+    save_every_steps: int | None = option(None, minimum=1, null="a save at the end alone")
+    keep_last: int | None = option(2, minimum=1, null="to keep all")
 
 
 @dataclass
@@ -155,7 +157,7 @@ class RunConfig:
     batch_size: int = option(4, minimum=1)
     gradient_accumulation_steps: int = option(1, minimum=1)
     epochs: int = option(1, minimum=1)
-    max_steps: int | None = option(None, minimum=1)
+    max_steps: int | None = option(None, minimum=1, null="as many as the epochs have")
     optimizer: dict[str, Any] = option(
         {"_target_": "torch.optim.AdamW", "lr": 2.0e-5, "weight_decay": 0.0},
         target="optimizer",
@@ -163,9 +165,9 @@ class RunConfig:
     )
     parameter_groups: list[dict[str, Any]] = option([], numbers=OPTIMIZER_NUMBERS)
     optimizer_step: Literal["after_backward", "in_backward", "immediate"] = "after_backward"
-    max_grad_norm: float | None = option(1.0, above=0)
+    max_grad_norm: float | None = option(1.0, above=0, null="no clipping")
     immediate_variant: Literal["local", "exact"] = "local"
-    max_parameter_grad_norm: float | None = option(None, above=0)
+    max_parameter_grad_norm: float | None = option(None, above=0, null="no clipping of this kind")
     max_skipped_steps: int = option(5, minimum=1)
     schedule: ScheduleSection | dict[str, Any] = option(ScheduleSection, target="schedule")
     activation_checkpointing: Literal["none", "block"] = "none"
@@ -174,10 +176,10 @@ class RunConfig:
     accumulation: Literal["depth_first", "breadth_first"] = "depth_first"
     parallel: ParallelSection = option(ParallelSection)
     checkpoint: CheckpointSection = option(CheckpointSection)
-    resume: str | None = option(None, is_path=True, not_empty=True)
+    resume: str | None = option(None, is_path=True, not_empty=True, null="to begin anew")
     allow_change: list[str] = option([])
-    max_time: str | None = option(None, not_empty=True)
-    validation_every_steps: int | None = option(None, minimum=1)
+    max_time: str | None = option(None, not_empty=True, null="no limit")
+    validation_every_steps: int | None = option(None, minimum=1, null="a validation at the end alone")
     log_every_steps: int = option(1, minimum=1)
     loggers: list[dict[str, Any]] = option([], target="logger")
     output_dir: str = option("runs/my-run", is_path=True, not_empty=True)

@@ -183,5 +183,5 @@ def _import(name: str, dotted: str, where: str) -> ModuleType:
             where=where,
             hint=f"pip install {_top(missing)}" if _top(missing) == _top(dotted) else None,
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # Code of a package that the user trusts: it may do anything.
         raise ConfigError(f"{dotted!r} cannot be imported: {type(error).__name__}: {error}", where=where) from error

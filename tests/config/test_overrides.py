@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from optune.config import DataSource
-from tests.config.helpers import read, refuse, say
+from optune.config import DataSource, RunConfig, load
+from tests.config.helpers import read, refuse, say, write
 
 
 def test_overrides_reach_into_sections_and_lists(tmp_path: Path) -> None:
@@ -48,6 +48,38 @@ def test_mapping_merges_and_list_replaces(tmp_path: Path) -> None:
 
 def test_later_override_wins(tmp_path: Path) -> None:
     assert read(tmp_path, "", "seed=1", "seed=2").seed == 2
+
+
+TARGET = "{_target_: optune.data.formats.read_chosen}"
+
+
+def test_later_override_wins_between_a_text_and_a_target(tmp_path: Path) -> None:
+    for words, expected in (
+        (("data.format=alpaca", f"data.format={TARGET}"), {"_target_": "optune.data.formats.read_chosen"}),
+        ((f"data.format={TARGET}", "data.format=alpaca"), "alpaca"),
+        (("data.format._target_=optune.data.formats.read_chosen", "data.format=alpaca"), "alpaca"),
+        (("data.format=text", f"data.format={TARGET}", "data.format=alpaca"), "alpaca"),
+        (("data={train: b.jsonl, format: alpaca}", f"data.format={TARGET}"), {"_target_": TARGET[11:-1]}),
+    ):
+        assert read(tmp_path, "", *words).data.format == expected
+    both = ("optimizer._target_=torch.optim.Adagrad", "optimizer._target_=torch.optim.SGD")
+    assert read(tmp_path, "", *both).optimizer["_target_"] == "torch.optim.SGD"
+    # A target keeps the keywords that are given beside it, in front of it too.
+    cfg = read(tmp_path, "", "optimizer.lr=0.5", "optimizer={_target_: torch.optim.SGD, momentum: 0.9}")
+    assert cfg.optimizer == {"_target_": "torch.optim.SGD", "momentum": 0.9, "lr": 0.5}
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.train.0"])
+def test_another_source_has_none_of_the_limits_of_the_old_one(tmp_path: Path, key: str) -> None:
+    train = "{path: a.jsonl, max_rows: 5, split: 'train[:9]'}"
+    base = f"data: {{train: {train if key == 'data.train' else f'[{train}]'}}}\nmodel: {{path: m0, dtype: fp32}}\n"
+    path = write(tmp_path, base)
+    assert load(RunConfig, path, [f"{key}={{path: b.jsonl}}"]).data.train == [DataSource("b.jsonl")]
+    assert load(RunConfig, path, [f"{key}.path=b.jsonl"]).data.train == [
+        DataSource("b.jsonl", None, 1.0, 5, "train[:9]")
+    ]
+    whole = load(RunConfig, path, ["data={train: {path: b.jsonl}}", "model={path: m1}"])
+    assert (whole.data.train, whole.model.dtype) == ([DataSource("b.jsonl")], "fp32")
 
 
 def test_plus_adds_and_refuses_what_is_there(tmp_path: Path) -> None:

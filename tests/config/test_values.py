@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optune.config import DataSource, RunConfig, ScheduleSection, option
+from optune.config import DataSource, RunConfig, ScheduleSection, option, sections
+from optune.config.options import rules_of
+from optune.data.sources import entries
+from optune.data.streams import blocks
 from tests.config.helpers import read, refuse, say
 
 
@@ -123,7 +127,31 @@ def test_empty_override_is_an_empty_text_and_no_number(tmp_path: Path) -> None:
     assert read(tmp_path, "", "text=", schema=Config).text == ""
     (error,) = refuse(tmp_path, "", "max_grad_norm=")
     assert str(error) == "max_grad_norm=: max_grad_norm must be a number above 0 or null, not empty"
-    assert error.hint == "null turns it off"
+    assert error.hint == "null is no clipping"
+
+
+def test_what_null_stands_for_is_said_of_every_key_that_takes_it(tmp_path: Path) -> None:
+    """It is not always off, so each key says it in its own words."""
+    nullable = {
+        f"{section.__name__}.{field.name}": rules_of(field).null
+        for section in vars(sections).values()
+        if dataclasses.is_dataclass(section) and isinstance(section, type) and section.__module__ == sections.__name__
+        for field in dataclasses.fields(section)
+        if type(None) in get_args(get_type_hints(section)[field.name])
+    }
+    assert len(nullable) > 15
+    assert all(nullable.values()), nullable
+    (error,) = refuse(tmp_path, "", "data.shuffle_window=0")
+    assert error.hint == f"null is a window of {blocks.DEFAULT_WINDOW:,} rows"
+    (error,) = refuse(tmp_path, "", "data.max_length=1")
+    assert error.hint == "null is no limit"
+
+
+def test_a_weight_that_no_memory_could_hold_is_refused(tmp_path: Path) -> None:
+    for weight in ("1e9", "nan", "0"):
+        (error,) = refuse(tmp_path, "", f"data.train=[{{path: a.jsonl, weight: {weight}}}]")
+        assert "data.train[0].weight must be a number above 0 and of at most 10,000" in str(error)
+    assert sections.MOST_WEIGHT == entries.MOST_WEIGHT
 
 
 @pytest.mark.parametrize(("spelling", "meant"), [("yes", "true"), ("on", "true"), ("1", "true"), ("off", "false")])
