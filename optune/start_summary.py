@@ -27,6 +27,7 @@ def summarize(
     optimizer: Optimizer,
     stepper: optim.Stepper,
     processes: str | None = None,
+    validation: Any = None,
 ) -> dict[str, object]:
     """What a person should know before the first step, line by line. The model was asked for as `name` and found in
     `source`; `batches`: see `data.build_batches`; `processes`: how several of them share the run."""
@@ -40,6 +41,7 @@ def summarize(
     }
     fields["processes"] = processes
     fields |= batches.describe()
+    fields["validation"] = validation.describe() if validation else None
     fields["steps"] = metrics.describe_steps(
         total_steps,
         steps_per_epoch=batches.steps_per_epoch,

@@ -65,6 +65,7 @@ def make_batches(cfg: Config, source: Path, config: models.DecoderConfig, world_
             world_size=world_size,
             rank=rank,
             pad_to_multiple=cfg.data.pad_to_multiple,
+            trained=batches.rows,
         )
     return tokenizer, batches, validation
 
@@ -146,7 +147,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
 
         optimizer, stepper = build(cfg, model, processes, fill, batches.positions_per_step)
         summary = session.summarize(
-            cfg.model.path, source, model, batches, total_steps, optimizer, stepper, processes.describe()
+            cfg.model.path, source, model, batches, total_steps, optimizer, stepper, processes.describe(), validation
         )
         if validate_only:
             session.show("valid: this is what would be trained", summary)
