@@ -31,6 +31,9 @@ ROUNDED = {torch.bfloat16: 0.2, torch.float16: 0.03, torch.float32: EXACT}
 """The same where weights were rounded to this dtype. It is wide, because rounding is chaotic at single positions
 (SmolLM2-135M, every layer adapted: 0.025 and 0.003 seen); mistakes are caught before and after it, by `EXACT`."""
 
+ONTO = ("stored", "trained")
+"""What `export` may add an adapter to."""
+
 SAMPLE = (2, 32)
 """Rows and tokens on which logits are compared."""
 
@@ -64,6 +67,10 @@ class Report:
     """Whether the dtype was asked for; otherwise it is the source's, or for a merged model the base's."""
     base: str | None = None
     proof: Proof | None = None
+    quantization: str | None = None
+    """How the base was held while the adapter was trained."""
+    as_trained: bool = False
+    """Whether the adapter was added to what the quantized weights stood for, not to the base's own."""
 
     def lines(self) -> list[str]:
         owner = "" if self.asked else f", the {'base' if self.proof else self.kind}'s dtype"
@@ -77,6 +84,13 @@ class Report:
             f"{proof.tolerance:.2g}), where the adapter changes the base's by up to {proof.effect:.2g}",
             f"rounded to {self.dtype}, read back from the files, they differ by at most {proof.difference:.2g}",
         ]
+        if self.quantization is not None and self.as_trained:
+            said.append(f"the base's weights are those that it had in {self.quantization}, as in training")
+        elif self.quantization is not None:
+            said.append(
+                f"the adapter was trained over the base in {self.quantization}, and is added to the base's own "
+                "weights: --onto trained keeps the quantized ones"
+            )
         if proof.lost > 0.5:
             said.append(
                 f"rounding to {self.dtype} blurs {min(proof.lost, 1):.0%} of what the adapter changes: "
@@ -92,6 +106,7 @@ def export(
     merge: bool = False,
     dtype: str | None = None,
     base: str | None = None,
+    onto: str | None = None,
 ) -> Report:
     """Writes `checkpoint` to `dest` as a folder that transformers, PEFT and vLLM load.
 
@@ -99,7 +114,9 @@ def export(
     wrote. A model is copied without what only optune reads. An adapter is copied, or with `merge` added to its base:
     every weight `W32 + s · (B32 @ A32)`, rounded once; then logits read back from the written files are compared with
     base + adapter in fp32. `dtype` (`bf16`, `fp16`, `fp32`): of the result; None keeps each tensor's, merged ones as in
-    the base. `base`: where the adapter's base is, instead of what its adapter_config.json says.
+    the base. `base`: where the adapter's base is, instead of what its adapter_config.json says. `onto`, where the base
+    was quantized in training: what the adapter is added to, the weights as they are `stored` (None: these), or what the
+    quantized ones stood for when it was `trained`.
 
     `dest` must not exist or be empty; it appears when it is whole. Raises ConfigError for arguments that do not fit,
     ModelError for folders that cannot be used, OptuneError where the comparison or the disk fails; `dest` is not made.
@@ -113,6 +130,9 @@ def export(
     if not is_adapter and (merge or base is not None):
         argument = "--merge" if merge else "--base"
         raise ConfigError(f"{source} is a whole model, not an adapter", where=argument, hint=f"leave out {argument}")
+    if onto is not None and (onto not in ONTO or not merge):
+        rule = "goes with --merge" if not merge else f"is one of {', '.join(ONTO)}, not {onto!r}"
+        raise ConfigError(f"it {rule}", where="--onto")
     asked = None if dtype is None else DTYPES[dtype]
     with _written_aside(dest) as aside:
         if not is_adapter:
@@ -120,8 +140,15 @@ def export(
         if not merge:
             return Report(dest, "adapter", _copy_adapter(source, aside, asked, base), asked is not None)
         folder = _find_base(source, base)
-        written, proof = _merge(source, folder, aside, asked)
-        return Report(dest, "merged", written, asked is not None, str(folder), proof)
+        quantization = lora.read_quantization(source)
+        if quantization is None and onto == "trained":
+            raise ConfigError(
+                "the adapter was trained over its base as it is stored",
+                where="--onto",
+                hint="leave --onto out: it chooses for adapters whose base was quantized in training",
+            )
+        written, proof = _merge(source, folder, aside, asked, quantization if onto == "trained" else None)
+        return Report(dest, "merged", written, asked is not None, str(folder), proof, quantization, onto == "trained")
 
 
 def _find_source(folder: Path) -> Path:
@@ -185,15 +212,17 @@ def _copy_adapter(source: Path, aside: Path, dtype: torch.dtype | None, base: st
         config["base_model_name_or_path"] = str(Path(base).resolve()) if Path(base).is_dir() else base
     (aside / lora.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {key: tensor.to(dtype or tensor.dtype) for key, tensor in lora.read_tensors(source).items()}
-    lora.write_tensors(tensors, aside)
+    lora.write_tensors(tensors, aside, lora.read_metadata(source))
     models.copy_companions(source, aside)
     return _name({tensor.dtype for tensor in tensors.values()})
 
 
 @torch.no_grad()
-def _merge(source: Path, base: Path, aside: Path, dtype: torch.dtype | None) -> tuple[str, Proof]:
+def _merge(
+    source: Path, base: Path, aside: Path, dtype: torch.dtype | None, quantization: str | None
+) -> tuple[str, Proof]:
     """Merges in fp32, rounds, writes, reads back; each of the three is held to the logits before it."""
-    model = models.load(base, dtype=torch.float32).eval()
+    model = load_base(base, torch.float32, quantization).eval()
     _check_vocabulary(source, base, model.config.vocab_size)
     plain = _logits(model)
     layers = lora.load(model, source)
@@ -231,6 +260,18 @@ def _merge(source: Path, base: Path, aside: Path, dtype: torch.dtype | None) -> 
         lost=_rms(written - wanted) / changed if changed else 0.0,
     )
     return _name(set(dtypes.values())), proof
+
+
+def load_base(
+    folder: Path, dtype: torch.dtype, quantization: str | None, device: torch.device | str = "cpu"
+) -> models.Decoder:
+    """The model in `folder`, frozen and with its linear weights quantized where `quantization` is not None."""
+    if quantization is None:
+        return models.load(folder, dtype=dtype, device=device)
+    model = models.outline(models.check(folder)).to(dtype).requires_grad_(False)
+    lora.quantize(model)
+    models.fill(model, folder, device=device)
+    return model
 
 
 def _check_vocabulary(source: Path, base: Path, rows: int) -> None:

@@ -60,9 +60,12 @@ class Work:
     @property
     def keeps_forward(self) -> bool:
         """Whether one forward serves all passes: with a single microbatch, and blocks whose graph can be run again
-        (compiled ones give their buffers away)."""
+        (compiled ones give their buffers away, and so does selective checkpointing what it has kept)."""
         is_single = self.stepper.passes > 1 and len(self.microbatches) == 1
-        return is_single and not any(map(is_compiled, self.model.blocks))
+        gives_away = getattr(self.model, "activation_checkpointing", "none") == "selective" or any(
+            map(is_compiled, self.model.blocks)
+        )
+        return is_single and not gives_away
 
 
 def depth_first(work: Work, pass_index: int) -> list[Tensor]:

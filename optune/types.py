@@ -18,6 +18,11 @@ class PackedWeight(Protocol):
 
     @property
     def shape(self) -> torch.Size: ...
+    @property
+    def format(self) -> str:
+        """What the form is called."""
+        ...
+
     def pack(self, values: Tensor) -> None:
         """Takes the values of the whole tensor, in any floating dtype."""
         ...

@@ -97,6 +97,8 @@ def build(cfg: Config, model, processes: distributed.Processes, fill, positions_
     """
     distributed.spread(model, processes)
     fill(model)
+    if cfg.activation_offloading:
+        model.offload_activations()
     if cfg.compile:
         model.compile_blocks()
     # An ordinary optimizer, and the stepper that decides when it steps.
@@ -127,6 +129,8 @@ def main(cfg: Config, validate_only: bool = False) -> int:
     keep_whole = optim.why_whole(cfg.optimizer_step)
     with distributed.start(cfg.device, **settings["parallel"], keep_whole=keep_whole) as processes:
         train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
+        if cfg.activation_offloading:
+            models.check_offloading(processes.device, cfg.accumulation)
         time_limit = session.TimeLimit(cfg.max_time)
         loggers = [factory(**keywords) for factory, keywords in map(read_target, cfg.loggers)]
         processes.on_main(run_folder.check_output, cfg.output_dir, resume=cfg.resume)

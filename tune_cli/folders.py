@@ -77,12 +77,14 @@ def read_dtype(folder: Path) -> str:
 
 
 def load(folder: ModelFolder, dtype: str, device: torch.device) -> Any:
-    """The decoder in `folder`, with its adapter on top."""
+    """The decoder in `folder`, with its adapter on top; the base is held as it was when the adapter was trained."""
     import torch
 
-    from optune import lora, models
+    from optune import lora
+    from optune.export import load_base
 
-    model = models.load(folder.base, dtype=getattr(torch, _TORCH_NAMES[dtype]), device=device)
+    quantization = lora.read_quantization(folder.adapter) if folder.adapter else None
+    model = load_base(folder.base, getattr(torch, _TORCH_NAMES[dtype]), quantization, device)
     if folder.adapter:
         lora.load(model, folder.adapter)
     return model.to(device).eval()

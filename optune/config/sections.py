@@ -126,13 +126,15 @@ class CheckpointSection:
 
 @dataclass
 class LoraSection:
-    """Adapters beside the linear layers that `targets` names."""
+    """Adapters beside the linear layers that `targets` names. `quantize_base`: how the frozen weights of linear layers
+    are held; null is as they are, in `model.dtype`."""
 
     rank: int = option(8, minimum=1)
     alpha: float = option(16.0, above=0)
     dropout: float = option(0.0, minimum=0, below=1)
     targets: list[str] = option(["q_proj", "k_proj", "v_proj", "o_proj"], not_empty=True)
     use_rslora: bool = False
+    quantize_base: Literal["nf4"] | None = None
 
 
 @dataclass
@@ -170,7 +172,8 @@ class RunConfig:
     max_parameter_grad_norm: float | None = option(None, above=0, null="no clipping of this kind")
     max_skipped_steps: int = option(5, minimum=1)
     schedule: ScheduleSection | dict[str, Any] = option(ScheduleSection, target="schedule")
-    activation_checkpointing: Literal["none", "block"] = "none"
+    activation_checkpointing: Literal["none", "selective", "block"] = "none"
+    activation_offloading: bool = False
     compile: bool = False
     gradient_stash: Literal["auto", "hold", "cpu", "alias", "factored", "two_pass"] = "auto"
     accumulation: Literal["depth_first", "breadth_first"] = "depth_first"

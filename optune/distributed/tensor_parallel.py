@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from optune.errors import ConfigError
+from optune.types import PackedWeight
 
 _WHOLE, _ROWS, _COLUMNS = Replicate(), Shard(0), Shard(1)
 Placements = Mapping[str, Placement]
@@ -60,6 +61,12 @@ def apply(model: Any, mesh: DeviceMesh) -> None:
     if mesh.size() == 1:
         return
     check(model.config, mesh.size())
+    if packed := [name for name, module in model.named_modules() if isinstance(module, PackedWeight)]:
+        raise ConfigError(
+            f"{packed[0]} is quantized, and codes that share a scale cannot be split by rows and columns",
+            where="parallel.tensor",
+            hint="use parallel.tensor=1 (parallel.shard divides any model), or lora.quantize_base=null",
+        )
     group = _Group(mesh, model.config)
     group.embedding(model.model.embed_tokens)
     for block in model.blocks:

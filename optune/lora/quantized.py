@@ -23,6 +23,8 @@ class Nf4Weight(nn.Module):
     `pack` is called after memory has been given.
     """
 
+    format = NF4
+
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.dtype = shape, dtype

@@ -9,6 +9,7 @@ from optune.models.decoder import BlockContext, Decoder, outline
 from optune.models.families import FAMILIES, DecoderConfig
 from optune.models.fingerprint import fingerprint
 from optune.models.hub import download, resolve
+from optune.models.offloading import check_offloading
 from optune.models.saving import copy_companions, save
 from optune.models.weights import check, fill, load
 from optune.types import DTYPES
@@ -21,6 +22,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "check",
+    "check_offloading",
     "copy_companions",
     "download",
     "fill",

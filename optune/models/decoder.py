@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from optune.models import recomputing
 from optune.models.cache import Cache
 from optune.models.families import DecoderConfig
-from optune.models.offloading import CudaCopies, Offloading, check_device
+from optune.models.offloading import CudaCopies, Offloading, check_offloading
 from optune.models.rope import rotate, tables
 from optune.shards import input_device
 
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
             return block(hidden_BTD, context)
         if self.offloading is None:
             return recomputing.run(block, hidden_BTD, context, self.activation_checkpointing)
-        with self.offloading.block(block, is_first=block is self.blocks[0], is_last=block is self.blocks[-1]):
+        with self.offloading.block(block, context, is_first=block is self.blocks[0], is_last=block is self.blocks[-1]):
             return recomputing.run(block, hidden_BTD, context, self.activation_checkpointing)
 
     def hidden(
@@ -253,7 +253,7 @@ class Decoder(nn.Module):
 
     def offload_activations(self) -> None:
         """What blocks keep for backward waits in host memory from now on. Raises ConfigError off CUDA."""
-        check_device(self.device)
+        check_offloading(self.device)
         self.offloading = Offloading(CudaCopies(self.device))
 
     def compile_blocks(self, **options: Any) -> None:

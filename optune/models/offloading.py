@@ -10,12 +10,13 @@ torch's `save_on_cpu` copies on the computing stream, and waits for each tensor 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from optune.errors import ConfigError
 from optune.shards import local_values
@@ -44,8 +45,14 @@ class Copies(Protocol):
         ...
 
 
-def check_device(device: torch.device) -> None:
-    """Raises ConfigError where activations cannot be moved to the host beside the computation."""
+def check_offloading(device: torch.device, accumulation: str = "depth_first") -> None:
+    """Raises ConfigError where activations cannot be moved to the host beside the computation, or none are kept."""
+    if accumulation == "breadth_first":
+        raise ConfigError(
+            "is true, but with accumulation=breadth_first no block keeps anything for backward: it is run again",
+            where="activation_offloading",
+            hint="leave one of the two out",
+        )
     if device.type == "cuda":
         return
     reason = (
@@ -68,12 +75,13 @@ class Offloading:
         self._leaving: list[_Group] = []
 
     @contextmanager
-    def block(self, block: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[None]:
-        """Around the forward of each block, in order."""
+    def block(self, block: nn.Module, shared: Any, *, is_first: bool, is_last: bool) -> Iterator[None]:
+        """Around the forward of each block, in order. What all blocks read, the attributes of `shared`, stays."""
         if is_first:
             self._leaving = []  # Of a pass that was not finished.
         below = self._leaving[-1] if self._leaving else None
-        group = _Group(self._copies, below, None if is_last else self._smallest_bytes, _weights(block))
+        staying = _addresses([*block.parameters(), *vars(shared).values()])
+        group = _Group(self._copies, below, None if is_last else self._smallest_bytes, staying)
         with torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack):
             yield
         # One block later than its own, so that the copies have had the time of a block.
@@ -86,9 +94,9 @@ class _Group:
     """What one block saved in one forward pass. With `smallest_bytes` None all of it stays."""
 
     def __init__(
-        self, copies: Copies, below: _Group | None, smallest_bytes: int | None, weights: frozenset[int]
+        self, copies: Copies, below: _Group | None, smallest_bytes: int | None, staying: frozenset[int]
     ) -> None:
-        self._copies, self._below, self._smallest_bytes, self._weights = copies, below, smallest_bytes, weights
+        self._copies, self._below, self._smallest_bytes, self._staying = copies, below, smallest_bytes, staying
         self._places: dict[Any, _Place] = {}
         self._is_fetched = False
 
@@ -109,14 +117,15 @@ class _Group:
             return False
         storage = tensor.untyped_storage()
         is_whole = storage.nbytes() == tensor.nbytes
-        return is_whole and tensor.nbytes >= self._smallest_bytes and storage.data_ptr() not in self._weights
+        return is_whole and tensor.nbytes >= self._smallest_bytes and storage.data_ptr() not in self._staying
 
     def unpack(self, packed: Any) -> Tensor:
-        self.fetch()
-        if self._below is not None:
+        stays = isinstance(packed, Tensor)
+        if self._below is not None and (self._smallest_bytes is None or not stays):
             self._below.fetch()
-        if isinstance(packed, Tensor):
+        if stays:
             return packed
+        self.fetch()
         tensor = packed.take()
         # Another backward over the same graph begins anew.
         self._is_fetched = any(place.is_due for place in self._places.values())
@@ -217,6 +226,7 @@ def _kind(tensor: Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _weights(block: nn.Module) -> frozenset[int]:
-    """Where the memory of the block's parameters begins."""
-    return frozenset(local_values(p).untyped_storage().data_ptr() for p in block.parameters())
+def _addresses(values: Iterable[Any]) -> frozenset[int]:
+    """Where the memory of the tensors among `values` begins."""
+    tensors = [leaf for leaf in tree_iter(list(values)) if isinstance(leaf, Tensor)]
+    return frozenset(local_values(tensor).untyped_storage().data_ptr() for tensor in tensors)
