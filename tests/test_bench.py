@@ -192,6 +192,7 @@ def test_results_of_two_machines_are_not_mixed(tmp_path: Path) -> None:
         report.take_results(tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 def test_every_benchmark_answers_help() -> None:
     program = textwrap.dedent("""
         import contextlib, io, sys
@@ -201,7 +202,6 @@ def test_every_benchmark_answers_help() -> None:
             with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
                 bench.main()
             assert f"scripts.bench {name}" in said.getvalue(), name
-        assert "torch" not in sys.modules
     """)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

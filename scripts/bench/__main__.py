@@ -10,6 +10,10 @@ COMMANDS = {
     "peers": "optune beside torchtune, TRL and LitGPT: tokens/s, memory, time to the first step, installed size",
     "scaling": "optune's step over batch, length and accumulation; the memory of the loss",
     "roofline": "the machine's matmul rate for the model's shapes, and what the step reaches of it",
+    "steppers": "step time and memory of every value of optimizer_step, alternating in one process",
+    "save": "how long training stands still at a save",
+    "data": "seconds from a file of chats to rows of tokens, beside datasets and transformers",
+    "streaming": "how soon a run starts on a file larger than memory, and what it holds",
     "report": "writes tables and plots into docs/ from the results",
 }
 

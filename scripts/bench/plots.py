@@ -12,7 +12,8 @@ from scripts.bench.tables import TOOLS, Run, by_cell, summarize
 
 COLOURS = {"torchtune": "#d9661f", "litgpt": "#2e8b57", "trl": "#8a8a8a", "optune": "#1f5fa8"}
 KINDS = {"forward": "#1f5fa8", "dX": "#6fa0d8", "dW": "#d9661f"}
-CURVES = ("#1f5fa8", "#d9661f", "#2e8b57")
+CURVES = (("#1f5fa8", "o", 8), ("#d9661f", "s", 4), ("#2e8b57", "^", 5))
+"""Colour, marker and its size: where curves lie upon each other, each is still seen."""
 
 
 def _figure(width: float, height: float, **layout: Any) -> tuple[Any, Any]:
@@ -63,12 +64,12 @@ def draw_peers(runs: Sequence[Run], path: Path) -> None:
 def draw_scaling(result: Mapping[str, Any], path: Path) -> None:
     """Time of a step with its line, tokens a second, and live memory, against tokens."""
     figure, (times_axes, speed_axes, memory_axes) = _figure(12, 4, ncols=3)
-    for (title, names), colour in zip(curves().items(), CURVES, strict=True):
+    for (title, names), (colour, marker, size) in zip(curves().items(), CURVES, strict=True):
         times = median_times(result["cells"], names)
         if not times:
             continue
         tokens = sorted(times)
-        style = {"color": colour, "marker": "o", "markersize": 4, "label": title}
+        style = {"color": colour, "marker": marker, "markersize": size, "label": title}
         if title != "longer rows" and len(times) > 2:
             start, slope, _ = line_through(times)
             ends = [tokens[0], tokens[-1]]

@@ -20,6 +20,11 @@ from scripts.bench import goals, plots, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+PICTURES = {
+    "peers": "![tokens per second and peak memory of every contestant](images/bench_peers.png)",
+    "scaling": "![time of a step, tokens per second and memory against tokens](images/bench_scaling.png)",
+    "roofline": "![rates of the products of each layer, and of the steps](images/bench_roofline.png)",
+}
 
 
 def take_results(source: Path, images: Path) -> None:
@@ -44,7 +49,11 @@ def _write(path: Path, value: Any) -> None:
 
 def peers_parts(result: Mapping[str, Any]) -> dict[str, str]:
     runs = result["runs"]
-    return {"peers": tables.peers_table(runs), "sizes": tables.sizes_table(runs), "peers machine": _machine(result)}
+    return {
+        "peers": f"{tables.peers_table(runs)}\n\n{PICTURES['peers']}",
+        "sizes": tables.sizes_table(runs),
+        "peers machine": _machine(result),
+    }
 
 
 def scaling_parts(result: Mapping[str, Any]) -> dict[str, str]:
@@ -54,7 +63,8 @@ def scaling_parts(result: Mapping[str, Any]) -> dict[str, str]:
         f"{settings['model']}, {settings['dtype']}, {compiled}, {settings['optimizer_step']}, activation checkpointing "
     )
     return {
-        "scaling": tables.scaling_table(result) + f" {said}{settings['activation_checkpointing']}.",
+        "scaling": tables.scaling_table(result)
+        + f" {said}{settings['activation_checkpointing']}.\n\n{PICTURES['scaling']}",
         "lines": tables.lines_table(result),
         "loss": tables.loss_table(result),
         "scaling machine": _machine(result),
@@ -64,7 +74,7 @@ def scaling_parts(result: Mapping[str, Any]) -> dict[str, str]:
 def roofline_parts(result: Mapping[str, Any]) -> dict[str, str]:
     return {
         "products": tables.products_table(result),
-        "shares": tables.shares_table(result),
+        "shares": f"{tables.shares_table(result)}\n\n{PICTURES['roofline']}",
         "roofline machine": _machine(result),
     }
 

@@ -1,6 +1,6 @@
 """Step time and peak memory of every way to step, alternating in one process, so that a noisy machine is fair to all.
 
-    python scripts/bench_steppers.py models/SmolLM2-135M-Instruct --steps 15
+    python -m scripts.bench steppers models/SmolLM2-135M-Instruct --steps 15
 
 Times: all variants hold a model of their own and take turns, step by step; medians and ratios to after_backward are
 printed as a Markdown table. Memory: the peak of live tensor bytes within a step, counted by an allocation tracker in a
@@ -15,19 +15,17 @@ import gc
 import json
 import statistics
 import time
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from optune import models, optim, train
 from optune.loss import next_token_loss
 from optune.models.families import read_config
 from optune.types import Microbatch
+from scripts.bench.live_bytes import LiveBytes
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "after_backward": {"when": "after_backward"},
@@ -40,34 +38,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 BASELINES = {"in_backward": "after_backward", "immediate": "in_backward"}
 """What an unclipped variant is compared with; clipped ones are compared with the clipped standard step."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that an operation makes, for as long as the storage lives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: Any) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key not in self._seen:
-            self._seen.add(key)
-            self.live += nbytes
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._free, key, nbytes)
-
-    def _free(self, key: int, nbytes: int) -> None:
-        self._seen.discard(key)
-        self.live -= nbytes
 
 
 @dataclass

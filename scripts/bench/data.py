@@ -1,6 +1,6 @@
 """Seconds from a file of chats to rows of tokens: optune, and `datasets` with transformers, in turn.
 
-    python scripts/bench_data.py models/SmolLM2-135M-Instruct --rows 100000
+    python -m scripts.bench data models/SmolLM2-135M-Instruct --rows 100000
 
 The chats are made by a seeded generator: one to three questions and answers each, words drawn by a law of Zipf from the
 tokenizer's own words and from compounds of two of them. Each contestant runs in a process of its own, from the start of
@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _TAGGED = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
 
 
@@ -112,7 +112,18 @@ CONTESTANTS = {"optune": run_optune, "reference": run_reference, "warm": run_opt
 
 def measure(name: str, rows: Path, model: Path, work: Path, mask: bool) -> dict[str, float]:
     """Wall and CPU seconds of a process of its own, and what it says of itself."""
-    command = [sys.executable, __file__, str(model), "--be", name, "--data", str(rows), "--work", str(work)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench.data",
+        str(model),
+        "--be",
+        name,
+        "--data",
+        str(rows),
+        "--work",
+        str(work),
+    ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(ROOT)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()

@@ -1,6 +1,6 @@
 """How long training stands still at a save in the background, against one that waits for the disk.
 
-    python scripts/bench_save.py models/SmolLM2-135M-Instruct --dtype bf16
+    python -m scripts.bench save models/SmolLM2-135M-Instruct --dtype bf16
 
 One process trains a model with AdamW and saves in turn both ways, so that a noisy machine is fair to both. Printed are
 the size of a checkpoint, the medians of how long `save` held training up, their ratio, the memory that the copy takes,
@@ -103,7 +103,7 @@ def measure(run: Run, rounds: int, reserve: bool) -> None:
     print(f"a step              {quiet_s:.3f} s, while a checkpoint is written {writing_s:.3f} s")
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
@@ -115,3 +115,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         run = Run(options.model, models.DTYPES[options.dtype], options.tokens, Path(temporary))
         measure(run, options.rounds, not options.no_reserve)
+
+
+if __name__ == "__main__":
+    main()

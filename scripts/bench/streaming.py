@@ -1,6 +1,6 @@
 """How soon a run starts on a JSONL file that is larger than memory, and how much memory it needs.
 
-    python scripts/bench_streaming.py --gib 5
+    python -m scripts.bench streaming --gib 5
 
 Writes a file of chats, drops it from the page cache, and starts `optune run full_finetune` with data.streaming on the
 tiny model: seconds from process start to the first logged step, and of the processor's time in them, the largest
@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "assets/tiny/model"
 CONFIG = """\
 model: {{path: {model}, dtype: fp32}}
