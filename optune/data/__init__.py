@@ -2,7 +2,8 @@
 
 A row's way: `sources/` (file → JSON rows) → `formats.py` (row → conversation or text) → `template.py` and `spans.py`
 (conversation → text with the answers found) → `encoding.py` (text → tokens with targets) → `rows.py` → `batches.py`.
-Many rows go that way in worker processes (`workers.py`) and only once (`cache.py`).
+Many rows go that way in worker processes (`workers.py`) and only once (`cache.py`); those that are streamed go it a few
+at a time (`streams/`).
 
 A name is read from its file when it is first used: the worker processes must not wait for torch.
 """

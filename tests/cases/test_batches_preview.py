@@ -141,6 +141,7 @@ def test_validate_and_run_say_in_short_what_the_preview_counts(place: Place, com
     place.write([*ROWS, turns("ua", "w1", ""), long])
     place.write([alpaca("w1", "w2")], "more.jsonl")
     overrides = ("data.train=[train.jsonl,more.jsonl]", "data.max_length=64", "data.packing=true")
+    overrides += ("data.validation=train.jsonl",)
     shown = place.preview(*overrides)
     result = place.call(command, "full_finetune", "--config", "config.yaml", *overrides)
     assert result.code == 0, result.err
@@ -156,6 +157,8 @@ def test_validate_and_run_say_in_short_what_the_preview_counts(place: Place, com
         f"lengths {lengths['shortest']} to {lengths['longest']} tokens, median {lengths['median']} ",
         f"packs {shown['batches']['units']} of 64 tokens, {shown['batches']['fill']:.1%} full",
         f"padding {shown['batches']['padding']:.1%} of the positions",
+        "validation 4 of 6 rows (messages), ",
+        f"note: files of data.validation that are trained too: 1 ({first})",
     ):
         assert words in said, said
 

@@ -1,6 +1,7 @@
 """Whatever a file holds, reading it gives rows, or one DataError that names the file and, where it has them, the line.
 
-Bounded: a few hundred files of each kind, drawn by hypothesis the same way every time.
+Bounded: a few hundred files in all, drawn by hypothesis the same way every time. `FUZZ_EXAMPLES=1000` draws so many of
+each kind instead, others every time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import re
 import zipfile
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from optune.data.sources import BadRow, list_sources, parse_record, read_records
 from optune.errors import DataError
 from tests import fixtures
 
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 WORDS = "messages conversations role from content value instruction output prompt completion text tokens labels tools"
 KEYS = f"{WORDS} tool_calls function name weight history system chosen rejected".split()
 TEXT = st.text(max_size=8) | st.sampled_from(["user", "assistant", "gpt", "w1", "[]", "[{}]", '[{"role": "user"}]', ""])
@@ -190,7 +193,7 @@ def test_mutated_files_and_random_bytes(
     good = [WRITERS[kind]([row]) for row in GOOD] + [WRITERS[kind](GOOD[:2] * 2), WRITERS[kind](GOOD[2:3] * 4)]
 
     @given(st.data())
-    @settings(max_examples=12, deadline=None, derandomize=True)
+    @settings(max_examples=EXAMPLES or 12, deadline=None, derandomize=not EXAMPLES)
     def fuzz(draw: st.DataObject) -> None:
         path.write_bytes(
             draw.draw(st.one_of(st.sampled_from(good).flatmap(functools.partial(mutated)), st.binary(max_size=40)))
@@ -205,7 +208,7 @@ def test_random_values(kind: str, t0: data.Tokenizer, tmp_path_factory: pytest.T
     path = folder(tmp_path_factory) / f"values.{kind}"
 
     @given(st.lists(JSON, max_size=4))
-    @settings(max_examples=6, deadline=None, derandomize=True)
+    @settings(max_examples=EXAMPLES or 6, deadline=None, derandomize=not EXAMPLES)
     def fuzz(rows: list[Any]) -> None:
         path.write_bytes(WRITERS[kind](rows))
         check(path, t0)

@@ -56,11 +56,11 @@ def find_in_json(source: Source, start: Mark) -> Iterator[Record]:
     except READ_ERRORS as error:
         yield Record(0, BadRow(explain_read(source, error)), Mark(rows=1))
         return
-    if content.lstrip().startswith(b"["):
+    begin = len(content) - len(content.lstrip())
+    if content.startswith(b"[", begin):
         pairs = _split_list(content)
-    elif problem := _find_tall_object(content):
-        first = content[: len(content) - len(content.lstrip())].count(b"\n") + 1
-        pairs = [(first, BadRow(problem))]
+    elif problem := _find_tall_object(content, begin):
+        pairs = [(content.count(b"\n", 0, begin) + 1, BadRow(problem))]
     else:
         pairs = ((number, parse_json_line(line)) for number, line, _ in find_lines(source, Mark()))
     for rows, (number, row) in enumerate(pairs, start=1):
@@ -72,10 +72,13 @@ def keep(row: Any) -> Any:
     return row
 
 
-def _find_tall_object(content: bytes) -> str | None:
-    """What to say of a file that begins with an object over several lines; None where it does not."""
+def _find_tall_object(content: bytes, begin: int) -> str | None:
+    """What to say of a file that has an object over several lines at `begin`; None where it has not."""
+    line = content[begin : content.find(b"\n", begin) + 1 or None]
+    if isinstance(parse_object(line), dict):  # JSONL, however long it is
+        return None
     try:
-        text = content.decode("utf-8").lstrip()
+        text = content[begin:].decode("utf-8")
         row, end = DECODER.raw_decode(text)
     except (ValueError, RecursionError):
         return None
