@@ -4,7 +4,9 @@
 - every stash policy ends bitwise where the update after backward ends;
 - `cpu` moves gradients to pinned host memory, and it, `alias` and unclipped in-backward lower the peak;
 - norms do not depend on the grouping of gradients; Gram norms in low precision are right;
-- state saved by another implementation is placed where the fused step needs it.
+- state saved by another implementation is placed where the fused step needs it;
+- `parallel.offload` keeps weights, gradients and optimizer state in pinned host memory, ends where the device alone
+  ends, and in backward bitwise where it ends after backward.
 
 Prints a line a check. Exit code: 0 all hold, 1 one does not, 2 there is no CUDA device.
 """
@@ -21,9 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optune import optim
+from optune import distributed, models, optim, shards
+from optune.loss import next_token_loss
+from optune.models.families import read_config
 from optune.optim.norms import parameter_norms
 from optune.optim.stash.factors import LinearFactors, gram_norms
+from optune.train import train_step
+from optune.types import Microbatch
 
 WIDTH, INNER, BLOCKS = 2048, 5504, 8
 
@@ -185,12 +191,67 @@ def check_state_is_placed(device: torch.device) -> str:
     return "the fused step runs on it"
 
 
+DECODER = {"model_type": "llama", "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816,
+           "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+           "hidden_act": "silu", "max_position_embeddings": 512, "tie_word_embeddings": False,
+           "architectures": ["LlamaForCausalLM"]}  # fmt: skip
+
+
+def train_decoder(device: torch.device, when: str, *, offload: bool, scale: int = 1) -> tuple[list[Tensor], int, bool]:
+    """Three clipped steps of two microbatches: weights and momentum, the most memory in use on the device in the last
+    one, and whether all that is kept lies in host memory, pinned where there is a device."""
+    narrow = {"hidden_size": 1024 // scale, "intermediate_size": 2816 // scale, "num_hidden_layers": max(2, 8 // scale)}
+    config, problems = read_config(DECODER | narrow)
+    assert config is not None, problems
+    with distributed.start(str(device), offload=offload) as processes:
+        model = models.outline(config)
+        distributed.spread(model, processes)
+        shards.materialize(model, processes.parameter_device)
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            part = shards.local_values(parameter)
+            part.copy_(torch.randn(part.shape) * 0.05 + name.endswith("norm.weight"))
+        settings = {"lr": 0.1, "momentum": 0.9}  # not Adam: it makes much of gradients that are mostly rounding
+        optimizer = optim.build_optimizer(model.named_parameters(), factory=torch.optim.SGD, settings=settings)
+        stepper = optim.build_stepper(model, optimizer, when=when, max_grad_norm=0.5)
+        for step in range(3):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            rows = torch.randint(0, 8192, (2, 2, 65), generator=torch.Generator().manual_seed(step))
+            positions_BT = torch.arange(64).repeat(2, 1)
+            parts = [Microbatch(part[:, :-1], part[:, 1:].contiguous(), positions_BT, num_tokens=128) for part in rows]
+            train_step(model, next_token_loss, stepper, parts, seed=0, step=step)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        kept = [*model.parameters(), *(optimizer.state[each]["momentum_buffer"] for each in model.parameters())]
+        locals_ = [shards.local_values(each) for each in kept]
+        is_home = all(each.device.type == "cpu" for each in locals_)
+        if device.type == "cuda" and is_home:
+            is_home = all(shards.local_values(each).is_pinned() for each in model.parameters())
+        return [each.cpu().clone() for each in locals_], peak, is_home
+
+
+def check_offload(device: torch.device, scale: int = 1) -> str:
+    """Weights in host memory: the same training, on less of the device."""
+    alone, peak_alone, _ = train_decoder(device, "after_backward", offload=False, scale=scale)
+    after, peak, is_home = train_decoder(device, "after_backward", offload=True, scale=scale)
+    inside, _, is_home_too = train_decoder(device, "in_backward", offload=True, scale=scale)
+    assert is_home and is_home_too, "weights or momentum are on the device, or not pinned"
+    assert all(map(torch.equal, after, inside)), "in backward does not end where after backward ends"
+    apart = max(float((one - other).norm() / one.norm()) for one, other in zip(alone, after, strict=True))
+    assert apart < 1e-5, f"{apart:.1e} from the training on the device"
+    if device.type == "cuda":
+        kept = sum(each.nbytes for each in alone)
+        assert peak < peak_alone - 0.7 * kept, f"peak {peak} of {peak_alone}, of which {kept} are weights and momentum"
+    return f"relative difference {apart:.1e}, peak {peak_alone / 2**20:.0f} -> {peak / 2**20:.0f} MiB"
+
+
 CHECKS: list[Callable[[torch.device], str]] = [
     check_policies_are_bitwise,
     check_norms,
     check_gram_norms,
     check_state_is_placed,
     check_peaks,
+    check_offload,
 ]
 
 

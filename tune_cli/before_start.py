@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from optune.errors import ConfigError
@@ -48,16 +49,18 @@ def _count_machines(text: str) -> int:
 
 
 def check_config(cfg: Any, count: int, machines: int) -> None:
-    """Raises ConfigError where `cfg` cannot run on `machines` with `count` processes each. Nothing is read but the
-    config, the folders that it names, and which devices there are."""
-    from optune import distributed, optim, run_folder, train
+    """Raises ConfigError where `cfg` cannot run on `machines` with `count` processes each. No row and no
+    weight is read."""
+    from optune import distributed, models, optim, run_folder, train
     from optune.config import RunConfig, to_dict
 
     if not isinstance(cfg, RunConfig):
         return
     layout = {**to_dict(cfg, hide_secrets=False)["parallel"], "keep_whole": optim.why_whole(cfg.optimizer_step)}
     del layout["timeout_s"]
-    distributed.divide(count * machines, **layout)
+    found = distributed.divide(count * machines, **layout)
+    if found.tensor > 1 and Path(cfg.model.path).is_dir():  # the hub is asked by one process of each machine
+        distributed.check_model(models.check(cfg.model.path, weights=False), found)
     if count > 1:  # one alone would be asked for its current device, which takes memory there
         distributed.find_device(cfg.device, 0, count)
     train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)

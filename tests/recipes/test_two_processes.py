@@ -234,3 +234,14 @@ def test_ragged_steps_fewer_rows_than_ranks_and_small_validation_sets_count_righ
         assert_same_run(several, one, name)
         assert several.validation_losses == pytest.approx(one.validation_losses, rel=1e-6), name
         assert len(one.validation_losses) == len(one.metrics), name
+
+
+def test_four_processes_give_the_run_of_one(config: Path, alone: Any, tmp_path: Path) -> None:
+    cells = [Cell(recipe, "hold", layout) for recipe, layout in zip([*RECIPES, *RECIPES], FOUR, strict=False)]
+    commands = []
+    for cell in cells:
+        words = overrides(cell, 1 if cell.layout == "replicate x shard" else 2, FOUR[cell.layout])
+        commands.append(command(cell.recipe, config, tmp_path / cell.name, *words))
+    run_ranks(run_commands, 4, commands, timeout_s=1200)
+    for cell in cells:
+        assert_same_run(Finished(tmp_path / cell.name), alone(cell), cell.name)

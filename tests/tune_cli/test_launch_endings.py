@@ -95,6 +95,16 @@ def test_a_late_refusal_is_its_cause_alone(place: Path) -> None:
 
 
 @pytest.mark.slow
+def test_started_processes_validate_together_and_one_of_them_prints(place: Path) -> None:
+    launch = start(place, "fine", "validate")
+    out, err = launch.communicate(timeout=300)
+    assert launch.returncode == 0, err
+    assert out.startswith("validated 0\n")
+    assert (out.count("validated"), out.count("ends: fine"), err.count("preparing")) == (1, 1, 1)
+    assert not list((place / "tmp").iterdir())
+
+
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_nothing_once_its_workers_have_ended(place: Path) -> None:
     launch = start(place, "waits")
     end = time.monotonic() + 120
