@@ -134,7 +134,7 @@ class LoraSection:
     dropout: float = option(0.0, minimum=0, below=1)
     targets: list[str] = option(["q_proj", "k_proj", "v_proj", "o_proj"], not_empty=True)
     use_rslora: bool = False
-    quantize_base: Literal["nf4"] | None = None
+    quantize_base: Literal["nf4"] | None = option(None, null="weights as they are, in model.dtype")
 
 
 @dataclass
