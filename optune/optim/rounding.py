@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from optune.optim.kinds import local_part
-from optune.shards import is_sharded
+from optune.shards import is_sharded, make_dtensor
 from optune.shards.parts import Runs, runs_of, spans
 
 STEP_KEY = "rounding_step"
@@ -59,19 +59,9 @@ class Rounding:
 
 def make_transient(name: str, parameter: Tensor, seed: int) -> nn.Parameter:
     """What the optimizer holds in place of the bf16 `parameter`: of its shape and layout, in fp32, without memory."""
-    own = local_part(parameter.detach())
-    values = _empty(own)
+    values = _empty(local_part(parameter.detach()))
     if is_sharded(parameter):
-        from torch.distributed.tensor import DTensor
-
-        values = DTensor.from_local(
-            values,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        values = make_dtensor(values, parameter.device_mesh, parameter.placements, parameter.shape)
     made = nn.Parameter(values)
     made.rounding = Rounding(name, seed)  # pyright: ignore[reportAttributeAccessIssue]
     return made

@@ -59,7 +59,26 @@ def test_the_warning_stands_where_updates_are_lost(dtype: torch.dtype, masters: 
     message = optim.warn_lost_updates(model.named_parameters(), optimizer)
     assert (message is not None) == warned
     if message is not None:
-        assert "master_weights=fp32" in message and "100%" in message
+        assert "master_weights=fp32" in message and "update_rounding=stochastic" in message and "100%" in message
+
+
+@pytest.mark.parametrize("lr", [2e-4, 6e-4, 1.5e-3])
+def test_the_warning_tells_the_share_that_a_step_of_adam_leaves_unchanged(lr: float) -> None:
+    layer = torch.nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+    with torch.no_grad():  # evenly over eight powers of two, and some zeros
+        layer.weight.copy_(torch.exp2(-8 * torch.rand(64, 64, generator=torch.Generator().manual_seed(0))))
+        layer.weight[0] = 0
+    before = layer.weight.detach().clone()
+    optimizer = optim.build_optimizer(
+        layer.named_parameters(), factory=torch.optim.AdamW, settings={"lr": lr, "weight_decay": 0.0}
+    )
+    message = optim.warn_lost_updates(layer.named_parameters(), optimizer)
+    layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()  # every gradient is 1: the first update is the rate
+    optimizer.step()
+    unchanged = float((layer.weight == before).double().mean())
+    assert 0.1 < unchanged < 0.95
+    assert message is not None
+    assert int(message.split("about ")[1].split("%")[0]) == pytest.approx(100 * unchanged, abs=2)
 
 
 def test_the_warning_asks_each_groups_rate_and_the_schedules_peak() -> None:

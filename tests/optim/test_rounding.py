@@ -312,3 +312,21 @@ def test_an_optimizer_that_cannot_be_divided_is_stepped_whole_after_backward() -
         float((p.detach() - before[f"weight {n}"]).double().square().sum()) for n, p in model.named_parameters()
     )
     assert math.sqrt(moved) == pytest.approx(1.0, abs=0.1)
+
+
+def test_torchaos_own_rounding_is_taken_as_this_one_and_draws_nothing() -> None:
+    low_bit = pytest.importorskip("torchao.optim")
+    ends = []
+    for settings in ({"bf16_stochastic_round": True, "rounding": "nearest"}, {"rounding": "stochastic"}):
+        layer = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+        nn.init.constant_(layer.weight, 1.5)
+        optimizer = build(layer, low_bit.AdamW8bit, lr=1e-3, **settings)
+        stepper = optim.build_stepper(layer, optimizer)
+        state = torch.get_rng_state()
+        with torch.compiler.set_stance("force_eager"), stepper.microbatch(True):
+            layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+            stepper.finish()
+        assert torch.equal(torch.get_rng_state(), state)
+        ends.append(layer.weight.detach())
+    assert torch.equal(*ends)
+    assert len(ends[0].unique()) == 2

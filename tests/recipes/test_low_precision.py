@@ -10,6 +10,7 @@ import torch
 
 from tests.recipes.running import Finished, assert_equal_runs, run, write_inputs
 from tests.recipes.test_resume import comparable, cut, resume
+from tune_cli.main import main
 
 STOCHASTIC = ["model.dtype=bf16", "model.update_rounding=stochastic"]
 MASTERS = ["model.dtype=bf16", "model.master_weights=fp32"]
@@ -102,3 +103,37 @@ def test_without_clipping_in_backward_is_after_backward_and_immediate_goes_on_ex
     check_state(immediate, cell)
     assert immediate.losses[0] == after.losses[0] and immediate.losses[-1] != after.losses[-1]
     assert_equal_runs(resume(cut(immediate, 2, tmp_path / "cut")), immediate)
+
+
+def said(finished: Finished) -> str:
+    """The log as one line, without its clock."""
+    return " ".join(line[20:].strip() for line in (finished.folder / "log.txt").read_text().splitlines())
+
+
+def test_lost_updates_are_told_once_with_the_ways_out_and_not_where_none_is_lost(config: Path, tmp_path: Path) -> None:
+    words = ["optimizer.lr=1e-5", "max_steps=2", "model.dtype=bf16"]
+    lossy = said(run("full_finetune", config, tmp_path / "nearest", *words))
+    assert lossy.count("rounds away") == 1
+    for way_out in ("model.master_weights=fp32", "model.update_rounding=stochastic", "model.dtype=fp32"):
+        assert way_out in lossy
+    kept = said(run("full_finetune", config, tmp_path / "stochastic", *words, "model.update_rounding=stochastic"))
+    assert "rounds away" not in kept
+    assert "bfloat16 on cpu, updates rounded stochastically" in kept
+
+
+@pytest.mark.parametrize(
+    "words", [["model.dtype=bf16"], ["model.dtype=bf16", *low_bit("AdamW8bit")]], ids=["torch", "torchao"]
+)
+def test_rounding_of_adapters_which_are_fp32_is_refused(
+    words: list[str], config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key = "model.update_rounding=stochastic" if len(words) == 1 else "+optimizer.bf16_stochastic_round=true"
+    command = ["run", "lora_finetune", "--config", str(config), f"output_dir={tmp_path / 'run'}", *words, key]
+    assert main(command) == 2
+    error = " ".join(capfd.readouterr().err.split())
+    assert (
+        "error: model.update_rounding: stochastic rounds bf16 weights, and every weight that is trained here is"
+        in error
+    )
+    assert "hint: leave model.update_rounding and bf16_stochastic_round out" in error
+    assert not (tmp_path / "run").exists()
