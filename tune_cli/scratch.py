@@ -43,5 +43,16 @@ def remove_forsaken(place: Path) -> None:
 
 def remove_if_forsaken(folder: Path, launcher: int) -> None:
     """For a worker that ends: removes `folder`, of one attempt, and the one around it, where its parent was killed."""
-    if os.getppid() != launcher and folder.parent.name.startswith(PREFIX):
+    if folder.parent.name.startswith(PREFIX) and _has_died(launcher):
         shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+def _has_died(parent: int) -> bool:
+    """Whether this process's parent has; Linux tells its children so before the last of its threads is gone."""
+    if os.getppid() != parent:
+        return True
+    try:
+        state = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in ("Z", "X")
