@@ -170,7 +170,8 @@ def test_pairs_are_refused_where_single_answers_are_trained(tmp_path: Path) -> N
     for options, where in (({}, f"{path}:1"), ({"format": "preference"}, "data.format")):
         with pytest.raises(DataError, match=f"{where}: rows of chosen and rejected answers") as caught:
             data.load_rows(path, tokenizer, **options)
-        assert "single answers" in str(caught.value.hint)
+        assert "optune.data.formats.read_chosen" in str(caught.value.hint)
+        assert "data.load_pairs" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

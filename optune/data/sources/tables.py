@@ -44,7 +44,7 @@ def find_table_rows(source: Source, start: Mark) -> Iterator[Record]:
                         yield Record(rows, raw, Mark(rows, rows, rows))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         # Before the first row, it is the file that cannot be opened.
-        number = rows + 1 if rows > start.rows else 0
+        number = rows + 1 if rows else 0
         yield Record(number, BadRow(f"{_TITLES[source.kind]}: {explain_read(source, error)}"), Mark(rows, rows, rows))
 
 
@@ -166,14 +166,20 @@ def _read_bytes(value: bytes) -> Any:
 
 
 def _to_python(batch: Any) -> Iterator[Any]:
-    """The rows as dictionaries; a BadRow for one whose text is not UTF-8, which Arrow does not look at."""
+    """The rows as dictionaries; a BadRow for one that holds no value, such as text that is not UTF-8.
+
+    Arrow does not look at what it reads: an offset that leads out of a damaged file's buffers would end the process.
+    """
     try:
+        batch.validate(full=True)
         yield from batch.to_pylist()
     except (ValueError, OverflowError):
         for index in range(batch.num_rows):
+            row = batch.slice(index, 1)
             try:
-                yield from batch.slice(index, 1).to_pylist()
-            except UnicodeDecodeError:
-                yield BadRow("a text that is not UTF-8")
+                row.validate(full=True)
+                yield from row.to_pylist()
             except (ValueError, OverflowError) as error:
-                yield BadRow(f"a value that cannot be read: {str(error).partition(chr(10))[0]}")
+                reason = str(error).partition("\n")[0]
+                is_text = isinstance(error, UnicodeDecodeError) or "UTF8" in reason
+                yield BadRow("a text that is not UTF-8" if is_text else f"a value that cannot be read: {reason}")

@@ -233,13 +233,15 @@ class StreamedBatches:
     def _walk(self, position: Position) -> tuple[list[Unit], Position]:
         """The units of the step that begins at `position`, and where the next one begins."""
         units: list[Unit] = []
-        wanted = self.units_per_step
+        wanted, first = self.units_per_step, position.epoch
         while len(units) < wanted:
             window, size = self._blocks.window(position), self._blocks.size
             if position.block * size >= len(window.picks):
                 if window.is_last and units:
                     break
                 position = self._turn(position, window)
+                if position.epoch - first > self._most_empty:
+                    self._fail_empty()
                 continue
             block = self._blocks.block(position)
             taken = block.units[position.unit : position.unit + wanted - len(units)]
@@ -267,6 +269,17 @@ class StreamedBatches:
         raise DataError(
             f"none of the {report.rows} rows can be trained: {reasons}" if reasons else "no rows",
             where=list_few(names),
+        )
+
+    @property
+    def _most_empty(self) -> int:
+        """How many epochs in a row may have no row: the draws of a fraction may leave out all of a few."""
+        return 1 if all(source.weight >= 1 for source in self.rows.sources) else 1000
+
+    def _fail_empty(self) -> NoReturn:
+        raise DataError(
+            "a whole epoch had no row that can be trained, and one before it had: the files have changed meanwhile",
+            where=list_few([source.name for source in self.rows.sources]),
         )
 
     def _done(self, position: Position) -> float:

@@ -235,6 +235,21 @@ def test_a_broken_row_stops_the_step_that_meets_it_and_is_named(t0: data.Tokeniz
     assert lines(batches.microbatches(5)) == [11, 12]
 
 
+def test_files_that_are_emptied_meanwhile_end_the_run(t0: data.Tokenizer, tmp_path: Path) -> None:
+    """Otherwise the next epoch would be looked for without end, by a thread that outlives the run."""
+    path = fixtures.write_rows(tmp_path / "rows.jsonl", [{"text": f"w{i}"} for i in range(4)])
+    batches = stream(path, t0, shuffle=False)
+    assert lines(batches.microbatches(0)) == [1, 2]
+    path.write_text("")
+    with pytest.raises(DataError, match=rf"{path}: a whole epoch had no row .* the files have changed meanwhile"):
+        for step in range(1, 5):
+            batches.microbatches(step)
+    # A fraction may leave out all rows of an epoch, and of some more.
+    one = fixtures.write_rows(tmp_path / "one.jsonl", [{"text": "w1"}])
+    rare = stream({"path": str(one), "weight": 0.1}, t0, batch_size=1)
+    assert [lines(rare.microbatches(step)) for step in range(5)] == [[1]] * 5
+
+
 def test_what_is_skipped_is_counted_as_it_is_met(path: Path, t0: data.Tokenizer) -> None:
     batches = stream(path, t0, shuffle=False)
     steps = next(epochs(batches))
