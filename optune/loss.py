@@ -4,7 +4,7 @@ Where the head is split over the vocabulary (`distributed.tensor_parallel`), eac
 logit of another's: three numbers a target go over the wire (its largest logit, its sum of exponentials, its own logit).
 
 Shapes: B rows, T positions, D width, V vocabulary (a rank's part of it, where it is split), N targets, C targets in
-one chunk.
+one chunk, P in a part of it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ Loss = Callable[[Any, Tensor, Microbatch], Tensor]
 """`loss(model, hidden_BTD, microbatch)` gives the fp32 sum over the targets of the microbatch; `hidden_BTD` is the
 output of the final norm."""
 
-CHUNK_ELEMENTS = 2**24
-"""Logits held at once: 64 MiB in fp32."""
+CHUNK_BYTES = 2**26
+"""Of the logits held at once, 64 MiB, in the head's dtype."""
+PART_ON_CPU = 2**19
+"""Logits worked on in fp32 at a time, so that they stay in a CPU's second-level cache."""
 
 
 def next_token_loss(model: Any, hidden_BTD: Tensor, microbatch: Microbatch) -> Tensor:
     """The cross-entropy of every target, each times its weight, summed in fp32 (float64 for a float64 model): a scalar.
 
     Positions without a target cost nothing: only the hidden states of targets meet the head, and never more than
-    `CHUNK_ELEMENTS` logits are alive.
+    `CHUNK_BYTES` of logits are alive.
     """
     counted_BT = microbatch.labels_BT != IGNORE
     hidden_ND, labels_N = hidden_BTD[counted_BT], microbatch.labels_BT[counted_BT]
@@ -101,21 +103,18 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=_accumulation_dtype(hidden_ND), device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
         grad_weight_VD: Tensor | None = None
-        chunks = _chunk_slices(len(labels_N), weight_VD.shape[0] if words is None else words.largest)
+        chunks = _chunk_slices(len(labels_N), weight_VD.shape[0] if words is None else words.largest, hidden_ND.dtype)
         for chunk in chunks:
             logits_CV = hidden_ND[chunk] @ weight_VD.T
-            loss, grad_logits_CV = _chunk_loss(
-                logits_CV, labels_N[chunk], weights_N[chunk], needs_hidden or needs_weight, words
-            )
-            total += loss
+            needs_grad = needs_hidden or needs_weight
+            total += _chunk_loss_(logits_CV, labels_N[chunk], weights_N[chunk], needs_grad, words)
             if grad_hidden_ND is not None:
-                torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_ND[chunk])
+                torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[chunk])
             if needs_weight:
-                part_VD = grad_logits_CV.T @ hidden_ND[chunk]
                 if grad_weight_VD is None:
-                    grad_weight_VD = part_VD if len(chunks) == 1 else part_VD.to(total.dtype)
-                else:
-                    grad_weight_VD += part_VD
+                    dtype = weight_VD.dtype if len(chunks) == 1 else total.dtype
+                    grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype)
+                _add_product_(grad_weight_VD, logits_CV, hidden_ND[chunk])
         if grad_weight_VD is None and needs_weight:
             grad_weight_VD = torch.zeros_like(weight_VD)
         ctx.grads = (grad_hidden_ND, grad_weight_VD)
@@ -140,7 +139,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor, words: _Words) -> Tensor:
-        loss, grad_logits_NV = _chunk_loss(logits_NV.clone(), labels_N, weights_N, ctx.needs_input_grad[0], words)
+        grad_logits_NV = logits_NV.clone()
+        loss = _chunk_loss_(grad_logits_NV, labels_N, weights_N, ctx.needs_input_grad[0], words)
         ctx.save_for_backward(grad_logits_NV)
         return loss
 
@@ -154,33 +154,64 @@ def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _chunk_slices(num_targets: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
-    return [slice(start, min(start + size, num_targets)) for start in range(0, num_targets, size)]
+def _chunk_slices(num_targets: int, vocabulary: int, dtype: torch.dtype) -> list[slice]:
+    return _slices(num_targets, CHUNK_BYTES // (vocabulary * dtype.itemsize))
 
 
-def _chunk_loss(
+def _slices(count: int, size: int) -> list[slice]:
+    size = max(1, size)
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _add_product_(sum_VD: Tensor, grad_logits_CV: Tensor, hidden_CD: Tensor) -> None:
+    """Adds grad_logitsᵀ · hidden to `sum_VD`. A product in less than the sum's dtype is made in parts: whole, it and
+    its wider copy would be read from main memory."""
+    if sum_VD.dtype == hidden_CD.dtype:
+        sum_VD.addmm_(grad_logits_CV.T, hidden_CD)
+        return
+    size = PART_ON_CPU // sum_VD.shape[1] if sum_VD.device.type == "cpu" else len(sum_VD)
+    for part in _slices(len(sum_VD), size):
+        sum_VD[part] += grad_logits_CV[:, part].T @ hidden_CD
+
+
+def _chunk_loss_(
     logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor, needs_grad: bool, words: _Words | None
-) -> tuple[Tensor, Tensor]:
-    """The weighted loss of a chunk and, in the logits' dtype, their gradient (softmax − one-hot) × weight."""
-    dtype = logits_CV.dtype
-    logits_CV = logits_CV.to(_accumulation_dtype(logits_CV))
-    if words is None:
-        logsumexp_C = logits_CV.logsumexp(dim=1)
-        picked_C = logits_CV.gather(1, labels_C[:, None])[:, 0]
-        minus_one_C = torch.full_like(picked_C, -1.0)
-    else:
-        labels_C = labels_C - words.start
-        has_label_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1])
-        labels_C = labels_C.where(has_label_C, 0)
-        logsumexp_C, picked_C = _split_logsumexp(logits_CV, labels_C, has_label_C, words)
-        minus_one_C = -has_label_C.to(logits_CV.dtype)
-    loss = ((logsumexp_C - picked_C) * weights_C).sum()
-    if not needs_grad:
-        return loss, logits_CV
-    logits_CV.sub_(logsumexp_C[:, None]).exp_()
-    logits_CV.scatter_add_(1, labels_C[:, None], minus_one_C[:, None])
-    return loss, logits_CV.mul_(weights_C[:, None]).to(dtype)
+) -> Tensor:
+    """The weighted loss of a chunk; with `needs_grad` the logits become their gradient, (softmax − one-hot) × weight,
+    in place."""
+    if words is not None:
+        return _split_loss_(logits_CV, labels_C, weights_C, needs_grad, words)
+    total = torch.zeros((), dtype=_accumulation_dtype(logits_CV), device=logits_CV.device)
+    size = PART_ON_CPU // logits_CV.shape[1] if logits_CV.device.type == "cpu" else len(labels_C)
+    for part in _slices(len(labels_C), size):
+        # In fp32 this is the chunk itself, in place; otherwise a small copy.
+        wide_PV, labels_P1 = logits_CV[part].to(total.dtype), labels_C[part, None]
+        picked_P = wide_PV.gather(1, labels_P1)[:, 0]
+        largest_P1 = wide_PV.amax(dim=1, keepdim=True)
+        sums_P1 = (wide_PV.sub_(largest_P1) if needs_grad else wide_PV - largest_P1).exp_().sum(dim=1, keepdim=True)
+        total += (((sums_P1.log() + largest_P1)[:, 0] - picked_P) * weights_C[part]).sum()
+        if needs_grad:
+            weights_P1 = weights_C[part, None].to(total.dtype)
+            wide_PV.mul_(weights_P1 / sums_P1).scatter_add_(1, labels_P1, -weights_P1)
+            if wide_PV.dtype != logits_CV.dtype:
+                logits_CV[part] = wide_PV
+    return total
+
+
+def _split_loss_(logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor, needs_grad: bool, words: _Words) -> Tensor:
+    """`_chunk_loss_` where this rank has its own words only."""
+    wide_CV = logits_CV.to(_accumulation_dtype(logits_CV))
+    labels_C = labels_C - words.start
+    has_label_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1])
+    labels_C = labels_C.where(has_label_C, 0)
+    logsumexp_C, picked_C = _split_logsumexp(wide_CV, labels_C, has_label_C, words)
+    if needs_grad:
+        wide_CV.sub_(logsumexp_C[:, None]).exp_()
+        wide_CV.scatter_add_(1, labels_C[:, None], -has_label_C[:, None].to(wide_CV.dtype))
+        wide_CV.mul_(weights_C[:, None])
+        if wide_CV.dtype != logits_CV.dtype:
+            logits_CV.copy_(wide_CV)
+    return ((logsumexp_C - picked_C) * weights_C).sum()
 
 
 def _split_logsumexp(logits_CV: Tensor, labels_C: Tensor, has_label_C: Tensor, words: _Words) -> tuple[Tensor, Tensor]:

@@ -36,15 +36,16 @@ def reference(model, hidden_BTD, microbatch):
     return losses.sum() if microbatch.weights_BT is None else (losses * microbatch.weights_BT.flatten()).sum()
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 150, 2**24])
+@pytest.mark.parametrize(("chunk_bytes", "part"), [(1, 1), (600, 16), (600, 2**20), (2**24, 120), (2**24, 2**20)])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
 def test_loss_and_both_gradients_equal_torchs_for_any_chunk_size(
-    monkeypatch, chunk_elements, weighted, dtype, tolerance
+    monkeypatch, chunk_bytes, part, weighted, dtype, tolerance
 ):
-    monkeypatch.setattr("optune.loss.CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr("optune.loss.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("optune.loss.PART_ON_CPU", part)
     model = Head(16, 50, dtype)
     hidden_BTD, microbatch = make_case(dtype, weighted)
     value = loss.next_token_loss(model, hidden_BTD, microbatch)
@@ -101,7 +102,7 @@ def test_no_tensor_of_the_full_logits_size_is_ever_made(monkeypatch):
                 self.elements = max(self.elements, result.numel())
             return result
 
-    monkeypatch.setattr("optune.loss.CHUNK_ELEMENTS", 2000)
+    monkeypatch.setattr("optune.loss.CHUNK_BYTES", 8000)
     model = Head(4, 1000, torch.float32)
     hidden_ND = torch.randn(64, 4, requires_grad=True)
     with Largest() as largest:

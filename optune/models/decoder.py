@@ -9,6 +9,7 @@ can be seen (T, or the cache's).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,8 +19,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from optune.models import recomputing
+from optune.models.attention import causal_attention
 from optune.models.cache import Cache
 from optune.models.families import DecoderConfig
+from optune.models.fused import remaking, rms_norm, swiglu
 from optune.models.offloading import CudaCopies, Offloading, check_offloading
 from optune.models.rope import rotate, tables
 from optune.shards import input_device
@@ -30,7 +33,8 @@ class BlockContext:
     """What all blocks share in one forward pass; made by `Decoder.context`.
 
     `masks` gives for each window of the model the pairs that see each other, bool (B or 1, 1, T, S), or None where
-    plain causal attention does. `cos` and `sin` are (B or 1, T, 1, H).
+    plain causal attention does; it is empty where attention goes by `tiled` (see `models.attention`), which reads the
+    documents themselves. `cos` and `sin` are (B or 1, T, 1, H).
     """
 
     cos: Tensor
@@ -40,12 +44,18 @@ class BlockContext:
     """False for a single new token, which sees every key. Decided here, because a compiled block cannot."""
     cache: Cache | None = None
     slots: Tensor | None = None
+    tiled: bool = False
+    documents_BT: Tensor | None = None
+    keeps_little: bool = False
+    """What a block keeps for backward is a matter of its own: nobody else packs what autograd saves."""
 
 
 def attend(
     query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, context: BlockContext, window: int | None
 ) -> Tensor:
     """Attention of N query heads over K key heads, which are never repeated in memory."""
+    if context.tiled:
+        return causal_attention(query_BNTH, key_BKSH, value_BKSH, context.documents_BT, window)
     mask = context.masks[window]
     return F.scaled_dot_product_attention(
         query_BNTH, key_BKSH, value_BKSH, attn_mask=mask, is_causal=context.causal and mask is None, enable_gqa=True
@@ -53,7 +63,7 @@ def attend(
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv 1910.07467), float32 inside and rounded before the weight, as in transformers."""
+    """Root mean square norm, see `rms_norm`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -61,9 +71,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden.dtype)
+        return rms_norm(hidden, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -102,8 +110,11 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
+    def forward(self, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
+        gate_BTF, up_BTF = self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)
+        inner_BTF = swiglu(gate_BTF, up_BTF)
+        with remaking(inner_BTF, gate_BTF, up_BTF) if context.keeps_little else nullcontext():
+            return self.down_proj(inner_BTF)
 
 
 class Block(nn.Module):
@@ -118,7 +129,7 @@ class Block(nn.Module):
 
     def forward(self, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
         hidden_BTD = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD), context)
-        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
+        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD), context)
 
 
 class _Body(nn.Module):
@@ -189,18 +200,30 @@ class Decoder(nn.Module):
 
         `documents_BT` numbers the rows of a pack: positions with different numbers never see each other. Where the
         RoPE scaling depends on length (dynamic, longrope), that is the largest position of the same row, or document,
-        plus 1; so positions of padding must not go beyond their row's.
+        plus 1; so positions of padding must not go beyond their row's. A document's positions stand together.
         """
         if cache is not None and documents_BT is not None:
             raise ValueError("a cache holds single rows; documents cannot be given with it")
         lengths = _lengths(positions_BT, documents_BT) if self.config.rope.needs_lengths else None
         cos, sin = tables(self.config.rope, positions_BT, lengths, dtype or self.dtype)
         slots = None if cache is None else cache.slots(positions_BT.shape[1])
+        tiled = cache is None and positions_BT.device.type == "cpu"
         masks = {
             window: _mask(positions_BT.shape[1], positions_BT.device, window, documents_BT, cache, slots)
-            for window in dict.fromkeys(self.config.windows)
+            for window in dict.fromkeys(() if tiled else self.config.windows)
         }
-        return BlockContext(cos, sin, masks, positions_BT.shape[1] > 1, cache, slots)
+        keeps_little = self.activation_checkpointing == "none" and self.offloading is None
+        return BlockContext(
+            cos,
+            sin,
+            masks,
+            positions_BT.shape[1] > 1,
+            cache,
+            slots,
+            tiled,
+            documents_BT if tiled else None,
+            keeps_little,
+        )
 
     def run_block(self, block: nn.Module, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
         """One block; with activation checkpointing its inside, or the cheap part of it, is computed again in backward,

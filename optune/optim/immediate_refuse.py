@@ -86,6 +86,8 @@ def refuse_reentrant_node(node: Any) -> None:
 def refuse_foreign_node(node: Any) -> None:
     """Refuses an autograd Function, whose inside cannot be recorded and repeated with its gradient."""
     refuse_reentrant_node(node)
+    if type(node).__name__.startswith("GeneratedBackwardFor_"):
+        return  # of torch.library: called through torch's dispatcher, so it was recorded
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         raise reason_hidden(
             f"the exact variant cannot repeat {type(node).__name__.removesuffix('Backward')}, a foreign autograd "
@@ -213,7 +215,7 @@ def _unfit(parameter: Tensor) -> str | None:
 def find_constants(model: nn.Module, slots: Sequence[Slot]) -> list[Tensor]:
     """Tensors that belong to the model: buffers, frozen parameters, plain attributes. Raises `ConfigError` where one of
     them is a view of a parameter: what is computed with it would not follow the update."""
-    storages = {slot.tensor.untyped_storage().data_ptr(): slot for slot in slots}
+    storages = {slot.tensor.untyped_storage()._cdata: slot for slot in slots}
     known = {id(slot.tensor) for slot in slots}
     constants: list[Tensor] = []
     for module_name, module in model.named_modules():
@@ -234,7 +236,7 @@ def find_constants(model: nn.Module, slots: Sequence[Slot]) -> list[Tensor]:
 
 def _address(tensor: Tensor) -> int:
     # Tensor subclasses need not have a storage of their own.
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else -1
+    return tensor.untyped_storage()._cdata if type(tensor) in (Tensor, nn.Parameter) else -1
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

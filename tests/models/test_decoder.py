@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from optune import generation, models
-from optune.models import recomputing
+from optune.models import decoder, recomputing
 from tests import fixtures
 
 TOKENS_BT = torch.tensor([[0, 7, 8, 30, 31, 44], [0, 9, 60, 61, 62, 5]])
@@ -85,18 +85,21 @@ def test_the_parts_called_one_by_one_give_what_forward_gives(tmp_path: Path) -> 
     assert torch.equal(model.final_norm(hidden_BTD), model.hidden(TOKENS_BT))
 
 
-def test_attention_needs_a_mask_only_where_causal_order_is_not_enough(tmp_path: Path) -> None:
-    positions_BT, documents_BT = torch.arange(6)[None], torch.tensor([[0, 0, 0, 1, 1, 1]])
-    full = load(tmp_path / "full")
-    assert full.context(positions_BT).masks == {None: None}
-    assert full.context(positions_BT, documents_BT).masks[None] is not None
-    mistral: dict[str, Any] = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    assert load(tmp_path / "wide", sliding_window=6, **mistral).context(positions_BT).masks == {6: None}
-    mask = load(tmp_path / "narrow", sliding_window=2, **mistral).context(positions_BT, documents_BT).masks[2]
-    assert mask is not None
+def test_attention_needs_a_mask_only_where_causal_order_is_not_enough() -> None:
+    """Off the CPU, and with a cache."""
+
+    def mask(window: int | None, documents_BT: torch.Tensor | None) -> torch.Tensor | None:
+        return decoder._mask(6, torch.device("cpu"), window, documents_BT, None, None)
+
+    documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    assert mask(None, None) is None
+    assert mask(None, documents_BT) is not None
+    assert mask(6, None) is None
+    narrow = mask(2, documents_BT)
+    assert narrow is not None
     seen = [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]]
     seen += [[0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1]]
-    assert mask[0, 0].int().tolist() == seen
+    assert narrow[0, 0].int().tolist() == seen
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "block"])

@@ -183,10 +183,12 @@ def test_bf16_logits_equal_transformers_within_rounding(tmp_path: Path, name: st
     _, folder = write_judge(tmp_path, FAMILIES[name])
     tokens_BT = make_tokens(2, 20)
     ours = models.load(folder, dtype=torch.bfloat16)(tokens_BT)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(tokens_BT).logits
+    judge = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    theirs, exact = judge(tokens_BT).logits, judge.float()(tokens_BT).logits
     assert ours.dtype == torch.bfloat16
-    # Logits lie around 1; with a mask transformers repeats the keys, which rounds differently.
-    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0.02 if "sliding" in name else 2**-10)
+    # Attention of another order of sums rounds differently, and no worse than transformers'.
+    assert (ours.float() - exact).norm() <= 1.1 * (theirs.float() - exact).norm()
+    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0.06)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *ROPES])

@@ -1,0 +1,171 @@
+"""The cheap operations of a block as one operation each, which keep for the backward pass only what must be kept.
+
+Autograd keeps what every single step of a formula reads: for an RMSNorm three tensors of the size of its input, two of
+them in fp32. These keep the inputs alone and compute the rest again, in parts that stay in a CPU's second-level cache.
+The numbers are those of the plain formulas; what is summed is summed in fp32. Compiled code gets the plain formulas,
+which it fuses with their neighbours.
+
+Shapes: D width, F inner features of the MLP, anything (…) in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+_PART_ON_CPU = 2**18
+"""Elements worked on at a time."""
+
+
+def rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Root mean square norm (arXiv 1910.07467), float32 inside and rounded before the weight, as in transformers."""
+    if torch.compiler.is_compiling():
+        return weight_D * _normalize(hidden, eps).to(hidden.dtype)
+    return torch.ops.optune.rms_norm(hidden, weight_D, eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up (arXiv 2002.05202)."""
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    return torch.ops.optune.swiglu(gate, up)
+
+
+def remaking(product: Tensor, gate: Tensor, up: Tensor) -> AbstractContextManager[Any]:
+    """A layer that runs in this context and keeps its input `product` = swiglu(gate, up) keeps `gate` and `up`, which
+    are kept anyway, and makes the product again when its backward asks for it."""
+    if torch.compiler.is_compiling() or not product.requires_grad:
+        return nullcontext()
+    storage, size = product.untyped_storage()._cdata, product.numel()
+
+    def pack(tensor: Tensor) -> Tensor | _Product:
+        if tensor.untyped_storage()._cdata != storage or tensor.numel() != size:
+            return tensor
+        return _Product(gate.detach(), up.detach(), tensor.shape)
+
+    return saved_tensors_hooks(pack, lambda kept: kept.make() if isinstance(kept, _Product) else kept)
+
+
+@dataclass(frozen=True)
+class _Product:
+    gate: Tensor
+    up: Tensor
+    shape: torch.Size
+
+    def make(self) -> Tensor:
+        with torch.no_grad():
+            return swiglu(self.gate, self.up).view(self.shape)
+
+
+def _normalize(hidden: Tensor, eps: float) -> Tensor:
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each tensor, seen as (rows, last dimension): on a CPU few at a time, elsewhere all at once."""
+    flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+    count = len(flat[0])
+    size = max(1, _PART_ON_CPU // max(flat[0].shape[1], 1)) if tensors[0].device.type == "cpu" else max(count, 1)
+    for start in range(0, count, size):
+        yield tuple(tensor[start : start + size] for tensor in flat)
+
+
+@torch.library.custom_op("optune::rms_norm", mutates_args=())
+def _rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    for rows, made in _parts(hidden, out):
+        torch.mul(_normalize(rows, eps).to(hidden.dtype), weight_D, out=made)
+    return out
+
+
+@_rms_norm.register_fake
+def _(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("optune::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    grad: Tensor, hidden: Tensor, weight_D: Tensor, eps: float, needs_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Of n = x / rms(x): dx = (dn − n · mean(dn · n)) / rms(x), with dn = dy · weight; dweight = Σ dy · n."""
+    grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide_weight_D, sum_D = weight_D.to(wide), torch.zeros(len(weight_D), dtype=wide, device=hidden.device)
+    for rows, grads, made in _parts(hidden, grad, grad_hidden):
+        rows, grads = rows.to(wide), grads.to(wide)
+        inverse = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
+        normed = rows * inverse
+        if needs_weight:
+            sum_D += (normed * grads).sum(0)
+        grads = grads * wide_weight_D
+        inside = (grads * normed).mean(-1, keepdim=True)
+        made.copy_(normed.mul_(-inside).add_(grads).mul_(inverse))
+    return grad_hidden, sum_D.to(weight_D.dtype) if needs_weight else weight_D.new_empty(0)
+
+
+@_rms_norm_backward.register_fake
+def _(grad: Tensor, hidden: Tensor, weight_D: Tensor, eps: float, needs_weight: bool) -> tuple[Tensor, Tensor]:
+    made = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    return made, torch.empty_like(weight_D) if needs_weight else weight_D.new_empty(0)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden, weight_D, ctx.eps = inputs
+    ctx.save_for_backward(hidden, weight_D)
+
+
+def _differentiate_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, weight_D = ctx.saved_tensors
+    needs_weight = ctx.needs_input_grad[1]
+    made, weight = torch.ops.optune.rms_norm_backward(grad, hidden, weight_D, ctx.eps, needs_weight)
+    return made, weight if needs_weight else None, None
+
+
+_rms_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
+
+
+@torch.library.custom_op("optune::swiglu", mutates_args=())
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    for gates, ups, made in _parts(gate, up, out):
+        torch.mul(F.silu(gates), ups, out=made)
+    return out
+
+
+@_swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("optune::swiglu_backward", mutates_args=())
+def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    grad_gate, grad_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
+    for gates, ups, grads, made_gate, made_up in _parts(gate, up, grad, grad_gate, grad_up):
+        torch.mul(grads, F.silu(gates), out=made_up)
+        made_gate.copy_(torch.ops.aten.silu_backward(grads * ups, gates))
+    return grad_gate, grad_up
+
+
+@_swiglu_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    made = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
+    return tuple(made)  # type: ignore[return-value]
+
+
+def _keep_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_swiglu(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.optune.swiglu_backward(grad, *ctx.saved_tensors)
+
+
+_swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_swiglu)
