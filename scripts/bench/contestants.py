@@ -29,6 +29,8 @@ class Contestant:
     dtype: str = "bf16"
     compiled: bool = False
     checkpointed: bool = False
+    selective: bool = False
+    """Checkpointing that keeps what is dear to compute again; optune has it."""
     in_backward: bool = False
     again: bool = False
     """The second start of a compiled run: what the first one compiled is still there."""
@@ -37,7 +39,12 @@ class Contestant:
     @property
     def mode(self) -> str:
         compiled = "compiled, second start" if self.again else "compiled"
-        flags = {compiled: self.compiled, "checkpointed": self.checkpointed, "in backward": self.in_backward}
+        flags = {
+            compiled: self.compiled,
+            "checkpointed": self.checkpointed,
+            "selectively checkpointed": self.selective,
+            "in backward": self.in_backward,
+        }
         return ", ".join(word for word, is_on in flags.items() if is_on) or "eager"
 
     @property
@@ -92,7 +99,7 @@ def optune_command(one: Contestant, places: Places, steps: int) -> list[str]:
         "optimizer_step": "in_backward" if one.in_backward else "after_backward",
         "max_grad_norm": None,
         "schedule": {"name": "constant"},
-        "activation_checkpointing": "block" if one.checkpointed else "none",
+        "activation_checkpointing": "block" if one.checkpointed else "selective" if one.selective else "none",
         "compile": one.compiled,
         "output_dir": str(places.work / "run"),
         "device": "cpu",
@@ -202,6 +209,7 @@ def everyone() -> list[Contestant]:
         ("torchtune trl optune", {"compiled": True}),
         ("torchtune optune", {"compiled": True, "again": True}),
         ("torchtune trl optune", {"checkpointed": True}),
+        ("optune", {"selective": True}),
         ("torchtune optune", {"compiled": True, "checkpointed": True}),
         ("torchtune optune", {"in_backward": True}),
         ("torchtune optune", {"in_backward": True, "checkpointed": True}),

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--modes", nargs="+", default=["compiled"], choices=["eager", "checkpointed", "compiled"])
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="of the steps; products have both")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=default_folder() / "results/roofline.json")
     options = parser.parse_args()

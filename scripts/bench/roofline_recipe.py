@@ -24,7 +24,7 @@ class Config(RunConfig):
 
     length: int = option(512, minimum=1)
     head_rows: int = option(512, minimum=1)
-    steps: int = option(4, minimum=1)
+    steps: int = option(3, minimum=1)
     seconds: float = option(0.3, above=0)
     modes: list[str] = option(["compiled"])
     result: str = option("roofline.json", is_path=True, not_empty=True)
