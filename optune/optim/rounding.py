@@ -76,7 +76,7 @@ def rounding_of(held: Tensor) -> Rounding | None:
 def fill(held: Tensor, weight: Tensor) -> None:
     """Gives a transient the values of its weight, for the time of a step."""
     values = local_part(weight).to(torch.float32, memory_format=torch.contiguous_format)
-    local_part(held).set_(values)  # pyright: ignore[reportArgumentType]
+    _inner(held).set_(values)  # pyright: ignore[reportArgumentType]
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def settle(held: Tensor, weight: Tensor, step: int) -> None:
     assert rounding is not None
     target = local_part(weight)
     rounded = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    values = local_part(held).view(-1)
+    values = _inner(held).view(-1)
     for first, bits in draw(weight, rounding.keys(step)):
         piece = values[first : first + len(bits)]
         round_(piece, bits)
@@ -99,8 +99,13 @@ def settle(held: Tensor, weight: Tensor, step: int) -> None:
 @torch.no_grad()
 def empty(held: Tensor) -> None:
     """Gives the memory of a transient back."""
-    values = local_part(held)
+    values = _inner(held)
     values.set_(_empty(values))  # pyright: ignore[reportArgumentType]
+
+
+def _inner(held: Tensor) -> Tensor:
+    """The tensor that holds the memory of a transient; `to_local` hands out another one over the same memory."""
+    return held._local_tensor if is_sharded(held) else held
 
 
 def _empty(tensor: Tensor) -> Tensor:
