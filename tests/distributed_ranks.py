@@ -1,6 +1,6 @@
 """Runs a function in several processes that talk over gloo: what a launcher does, for tests.
 
-A spawn costs seconds (every rank imports torch), so one call should check many things.
+A rank is forked from a process that has imported torch (`forked.py`): a launch costs little, a true start seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests import forked
 
 TIMEOUT_S = 600
 
@@ -73,7 +75,7 @@ def _start(folder: Path, rank: int, world_size: int, port: int) -> subprocess.Po
         "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }  # fmt: skip
     with (folder / f"output-{rank}").open("wb") as output:
-        command = [sys.executable, "-m", "tests.distributed_ranks", str(folder)]
+        command = [forked.python(), "-m", "tests.distributed_ranks", str(folder)]
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=Path(__file__).parents[1])
 
 

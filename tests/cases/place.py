@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import fixtures
+from tests import fixtures, forked
 from tests.recipes.running import Finished, read_tensors
 from tune_cli.main import main
 
@@ -146,7 +145,7 @@ class Place:
 
     def shell(self, line: str, **environment: str) -> Result:
         """A bash line in which `optune` is the program, in a process of its own, with pipefail."""
-        program = f'optune() {{ "{sys.executable}" -m tune_cli.main "$@"; }}\nset -o pipefail\n{line}'
+        program = f'optune() {{ "{forked.python()}" -m tune_cli.main "$@"; }}\nset -o pipefail\n{line}'
         inherited = {key: value for key, value in os.environ.items() if key not in NO_LAUNCHER}
         done = subprocess.run(
             ["bash", "-c", program],

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forked
 
 KILLS, SEED = 32, 20250
 
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def run_harness(*arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.checkpoint.kill_harness", *arguments]
+    command = [forked.python(), "-m", "tests.checkpoint.kill_harness", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 EVERY = 16
 
@@ -20,7 +21,7 @@ EVERY = 16
 def test_a_rank_that_is_killed_while_saving_leaves_whole_checkpoints_and_the_other_ends(tmp_path: Path) -> None:
     place = "/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path)
     with tempfile.TemporaryDirectory(dir=place) as folder:
-        command = [sys.executable, "-m", "tests.checkpoint.kill_ranks", folder, str(EVERY)]
+        command = [forked.python(), "-m", "tests.checkpoint.kill_ranks", folder, str(EVERY)]
         ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert ended.returncode == 0, ended.stderr
     trials = [json.loads(line) for line in ended.stdout.splitlines()]

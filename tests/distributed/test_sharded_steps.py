@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from optune.distributed import Processes
 from optune.errors import ConfigError
 from optune.loss import next_token_loss
 from optune.types import IGNORE, Microbatch
-from tests import fixtures
+from tests import fixtures, forked
 from tests.distributed_ranks import join, run_ranks
 
 IN_BACKWARD: dict[str, Any] = {"when": "in_backward", "stash": "hold", "max_grad_norm": 0.5}
@@ -166,7 +165,7 @@ print(*counts[1:])
 def test_building_and_stepping_do_not_grow_with_the_number_of_processes(tmp_path: Path) -> None:
     """Counted in Python calls of one rank, with torch's fake process group: 64 processes against 16."""
     folder = fixtures.write_model(tmp_path / "model")
-    command = [sys.executable, "-c", WORLD, str(folder)]
+    command = [forked.python(), "-c", WORLD, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
     few, many = map(int, done.stdout.split())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import study_report
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +48,7 @@ def test_summary_compares_each_mode_at_its_own_best_rate_with_the_same_seeds() -
 @pytest.mark.slow
 def test_the_study_runs_goes_on_where_it_was_and_writes_its_report(tmp_path: Path) -> None:
     def study(*arguments: str) -> str:
-        command = [sys.executable, str(ROOT / "scripts" / "study_immediate.py"), "--results", str(tmp_path / "runs")]
+        command = [forked.python(), str(ROOT / "scripts" / "study_immediate.py"), "--results", str(tmp_path / "runs")]
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, timeout=300)
         return done.stdout
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 
+from tests import forked
 from tests.recipes.running import ROOT
 
 KILLS, SEED = 25, 20251
@@ -15,7 +15,7 @@ KILLS, SEED = 25, 20251
 
 @pytest.mark.slow
 def test_runs_that_are_killed_again_and_again_end_as_if_nothing_had_been() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "kill_runs.py"), "--kills", str(KILLS), "--seed", str(SEED)]
+    command = [forked.python(), str(ROOT / "scripts" / "kill_runs.py"), "--kills", str(KILLS), "--seed", str(SEED)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])

@@ -7,13 +7,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from optune import checkpoint
+from tests import forked
 from tests.recipes.running import ROOT, Finished, assert_equal_runs
 from tests.reliability.interrupting import assert_same_end
 
@@ -50,7 +50,7 @@ class Played:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.reliability.rank_scenarios", str(folder)]
+    command = [forked.python(), "-m", "tests.reliability.rank_scenarios", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,7 @@ import pytest
 
 from optune.errors import ConfigError
 from optune.time_limit import TimeLimit, parse_duration
+from tests import forked
 from tests.recipes.running import RECIPES, ROOT
 from tests.reliability.interrupting import Place, all_metrics, assert_same_end, at_call
 
@@ -223,7 +224,7 @@ def test_a_second_signal_stops_at_once_even_a_step_that_never_ends(place: Place,
     run_dir = place.folder / f"second-{number.name}"
     words = ["run", "full_finetune", "--config", str(place.config), f"output_dir={run_dir}"]
     process = subprocess.Popen(
-        [sys.executable, "-c", HANG, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [forked.python(), "-c", HANG, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "hangs\n"
     process.send_signal(number)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tune_cli import messages
 from tune_cli.main import main
 
@@ -110,7 +111,7 @@ def shell(folder: Path) -> Callable[[str], Result]:
     """A bash line in which `optune` is the command line, as a user types it."""
 
     def call(line: str) -> Result:
-        program = f'optune() {{ "{sys.executable}" -m tune_cli.main "$@"; }}\nset -o pipefail\n{line}'
+        program = f'optune() {{ "{forked.python()}" -m tune_cli.main "$@"; }}\nset -o pipefail\n{line}'
         environment = {key: value for key, value in os.environ.items() if key != messages.DEBUG}
         done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False, env=environment)
         return Result(done.returncode, done.stdout, done.stderr)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tune_cli.multirun
+from tests import forked
 from tests.tune_cli.conftest import Optune
 from tune_cli.main import main
 
@@ -121,7 +122,7 @@ def test_terminated_grid_stops_its_run_prints_the_table_and_says_143(folder: Pat
         (folder / "fake.py").read_text(encoding="utf-8").replace('    if cfg.behaviour == "model":', WAIT),
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "tune_cli.main", "run", "mine.py", "--config", "c.yaml", "--multirun", "seed=1,2"]
+    command = [forked.python(), "-m", "tune_cli.main", "run", "mine.py", "--config", "c.yaml", "--multirun", "seed=1,2"]
     process = subprocess.Popen([*command, "behaviour=wait"], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (folder / "waiting").exists() and time.monotonic() < deadline:

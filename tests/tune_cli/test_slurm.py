@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forked
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = '''"""Says who is there; with `waits`, until a signal asks for the end."""
@@ -103,6 +105,8 @@ def wait_for(folder: Path, count: int) -> None:
 
 def test_a_launcher_on_each_machine_and_all_find_each_other(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROCESSES_PER_NODE", "1")
+    program = cluster / "bin/optune"
+    program.write_text(program.read_text().replace(sys.executable, forked.python()))
     job = submit("finetune_nodes.sbatch")
     said, _ = job.communicate(timeout=600)
     assert job.returncode == 0, said

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from optune.config.sections import ScheduleSection
+from tests import forked
 from tests.recipes.running import ROOT, write_inputs
 from tune_cli.main import main
 from tune_cli.verify_resume import _shorten_schedule
+
+
+@pytest.fixture(autouse=True)
+def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", forked.python())
+
 
 LEAKY = ("seed=cfg.seed,", "seed=__import__('os').getpid(),")
 """Random numbers that belong to the process and not to the step."""
