@@ -5,6 +5,7 @@
 - `cpu` moves gradients to pinned host memory, and it, `alias` and unclipped in-backward lower the peak;
 - norms do not depend on the grouping of gradients; Gram norms in low precision are right;
 - state saved by another implementation is placed where the fused step needs it;
+- rows in a pack are what they are alone;
 - `parallel.offload` keeps weights, gradients and optimizer state in pinned host memory, ends where the device alone
   ends, and in backward bitwise where it ends after backward.
 
@@ -245,6 +246,41 @@ def check_offload(device: torch.device, scale: int = 1) -> str:
     return f"relative difference {apart:.1e}, peak {peak_alone / 2**20:.0f} -> {peak / 2**20:.0f} MiB"
 
 
+def check_packs(device: torch.device) -> str:
+    """Rows in a pack, by the kernel for several lengths on CUDA, have the hidden states that they have alone, and the
+    same gradient for the embedding; in bf16, both against the model in fp32."""
+    narrow = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2}  # fmt: skip
+    config, problems = read_config(DECODER | narrow)
+    assert config is not None, problems
+    torch.manual_seed(0)
+    exact = models.Decoder(config).to(device)
+    model = models.Decoder(config).to(device)
+    model.load_state_dict(exact.state_dict())
+    model.to(torch.bfloat16)
+    lengths = (180, 1, 75, 256)
+    rows = [torch.randint(0, 8192, (1, length), device=device) for length in lengths]
+    documents_BT = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(device)
+    positions_BT = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    pack = (torch.cat(rows, dim=1), positions_BT, documents_BT)
+
+    def errors(hidden_BTD: Tensor, weight: Tensor) -> list[float]:
+        hidden_BTD.float().square().sum().backward()
+        assert weight.grad is not None
+        pairs = ((hidden_BTD, truth[0]), (weight.grad, truth[1]))
+        return [float((mine.float() - true).norm() / true.norm()) for mine, true in pairs]
+
+    expected_BTD = torch.cat([exact.hidden(row) for row in rows], dim=1)
+    expected_BTD.square().sum().backward()
+    truth = (expected_BTD.detach(), exact.model.embed_tokens.weight.grad)
+    packed = errors(model.hidden(*pack), model.model.embed_tokens.weight)
+    model.zero_grad()
+    alone = errors(torch.cat([model.hidden(row) for row in rows], dim=1), model.model.embed_tokens.weight)
+    line = f"error {packed[0]:.4f} and {packed[1]:.4f}, of rows alone {alone[0]:.4f} and {alone[1]:.4f}"
+    assert all(one <= 1.3 * other for one, other in zip(packed, alone, strict=True)), line
+    return line
+
+
 CHECKS: list[Callable[[torch.device], str]] = [
     check_policies_are_bitwise,
     check_norms,
@@ -252,6 +288,7 @@ CHECKS: list[Callable[[torch.device], str]] = [
     check_state_is_placed,
     check_peaks,
     check_offload,
+    check_packs,
 ]
 
 

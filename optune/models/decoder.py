@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from optune.models import recomputing
+from optune.models import recomputing, varlen
 from optune.models.attention import causal_attention
 from optune.models.cache import Cache
 from optune.models.families import DecoderConfig
 from optune.models.fused import remaking, rms_norm, swiglu
 from optune.models.offloading import CudaCopies, Offloading, check_offloading
 from optune.models.rope import rotate, tables
+from optune.models.varlen import Sequences, varlen_attention
 from optune.shards import input_device
 
 
@@ -34,7 +35,7 @@ class BlockContext:
 
     `masks` gives for each window of the model the pairs that see each other, bool (B or 1, 1, T, S), or None where
     plain causal attention does; it is empty where attention goes by `tiled` (see `models.attention`), which reads the
-    documents themselves. `cos` and `sin` are (B or 1, T, 1, H).
+    documents themselves, or by `sequences` (`models.varlen`). `cos` and `sin` are (B or 1, T, 1, H).
     """
 
     cos: Tensor
@@ -46,6 +47,7 @@ class BlockContext:
     slots: Tensor | None = None
     tiled: bool = False
     documents_BT: Tensor | None = None
+    sequences: Sequences | None = None
     keeps_little: bool = False
     """What a block keeps for backward is a matter of its own: nobody else packs what autograd saves."""
 
@@ -56,6 +58,8 @@ def attend(
     """Attention of N query heads over K key heads, which are never repeated in memory."""
     if context.tiled:
         return causal_attention(query_BNTH, key_BKSH, value_BKSH, context.documents_BT, window)
+    if context.sequences is not None:
+        return varlen_attention(query_BNTH, key_BKSH, value_BKSH, context.sequences, window)
     mask = context.masks[window]
     return F.scaled_dot_product_attention(
         query_BNTH, key_BKSH, value_BKSH, attn_mask=mask, is_causal=context.causal and mask is None, enable_gqa=True
@@ -207,22 +211,25 @@ class Decoder(nn.Module):
         lengths = _lengths(positions_BT, documents_BT) if self.config.rope.needs_lengths else None
         cos, sin = tables(self.config.rope, positions_BT, lengths, dtype or self.dtype)
         slots = None if cache is None else cache.slots(positions_BT.shape[1])
-        tiled = cache is None and positions_BT.device.type == "cpu"
+        device, dtype = positions_BT.device, dtype or self.dtype
+        tiled = cache is None and _is_tiled(device)
+        is_varlen = documents_BT is not None and varlen.fits(device, dtype, self.config.head_dim)
         masks = {
-            window: _mask(positions_BT.shape[1], positions_BT.device, window, documents_BT, cache, slots)
-            for window in dict.fromkeys(() if tiled else self.config.windows)
+            window: _mask(positions_BT.shape[1], device, window, documents_BT, cache, slots)
+            for window in dict.fromkeys(() if tiled or is_varlen else self.config.windows)
         }
         keeps_little = self.activation_checkpointing == "none" and self.offloading is None
         return BlockContext(
             cos,
             sin,
             masks,
-            positions_BT.shape[1] > 1,
-            cache,
-            slots,
-            tiled,
-            documents_BT if tiled else None,
-            keeps_little,
+            causal=positions_BT.shape[1] > 1,
+            cache=cache,
+            slots=slots,
+            tiled=tiled,
+            documents_BT=documents_BT if tiled else None,
+            sequences=varlen.find_sequences(documents_BT) if is_varlen and documents_BT is not None else None,
+            keeps_little=keeps_little,
         )
 
     def run_block(self, block: nn.Module, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
@@ -300,6 +307,11 @@ def outline(config: DecoderConfig) -> Decoder:
     """A Decoder on the meta device: names and shapes, no memory and no values."""
     with torch.device("meta"), _WithoutInit():
         return Decoder(config)
+
+
+def _is_tiled(device: torch.device) -> bool:
+    """Whether attention goes by tiles there."""
+    return device.type == "cpu"
 
 
 def _lengths(positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:

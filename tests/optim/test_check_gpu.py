@@ -33,3 +33,4 @@ def test_its_checks_of_logic_hold_on_the_cpu(script: ModuleType) -> None:
     script.check_gram_norms(cpu)
     script.check_state_is_placed(cpu)
     script.check_offload(cpu, scale=16)
+    script.check_packs(cpu)
