@@ -241,7 +241,7 @@ class StreamedBatches:
                     break
                 position = self._turn(position, window)
                 if position.epoch - first > self._most_empty:
-                    self._fail_empty()
+                    self._fail_empty(position.report)
                 continue
             block = self._blocks.block(position)
             taken = block.units[position.unit : position.unit + wanted - len(units)]
@@ -258,7 +258,7 @@ class StreamedBatches:
         """The beginning of the window after this one, which may be that of the next epoch."""
         if not window.is_last:
             return replace(position, places=window.after, window=position.window + 1, block=0, unit=0)
-        if not position.report.kept:
+        if not position.report.kept and (position.report.rows or self._most_empty == 1):
             self._fail(position.report)
         epoch = position.epoch + 1
         return replace(position, places=self._blocks.windows.start, epoch=epoch, window=0, block=0, unit=0)
@@ -276,7 +276,9 @@ class StreamedBatches:
         """How many epochs in a row may have no row: the draws of a fraction may leave out all of a few."""
         return 1 if all(source.weight >= 1 for source in self.rows.sources) else 1000
 
-    def _fail_empty(self) -> NoReturn:
+    def _fail_empty(self, report: Report) -> NoReturn:
+        if not report.kept:
+            self._fail(report)
         raise DataError(
             "a whole epoch had no row that can be trained, and one before it had: the files have changed meanwhile",
             where=list_few([source.name for source in self.rows.sources]),
