@@ -268,7 +268,7 @@ def check_packs(device: torch.device) -> str:
         hidden_BTD.float().square().sum().backward()
         assert weight.grad is not None
         pairs = ((hidden_BTD, truth[0]), (weight.grad, truth[1]))
-        return [float((mine.float() - true).norm() / true.norm()) for mine, true in pairs]
+        return [float((mine.detach().float() - true).norm() / true.norm()) for mine, true in pairs]
 
     expected_BTD = torch.cat([exact.hidden(row) for row in rows], dim=1)
     expected_BTD.square().sum().backward()
