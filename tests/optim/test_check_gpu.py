@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.late_copies import LateCopies
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_gpu.py"
 
 
@@ -34,3 +36,5 @@ def test_its_checks_of_logic_hold_on_the_cpu(script: ModuleType) -> None:
     script.check_state_is_placed(cpu)
     script.check_offload(cpu, scale=16)
     script.check_packs(cpu)
+    script.check_offloaded_activations(cpu, scale=16, copies=LateCopies())
+    script.check_quantized_base(cpu)
