@@ -58,41 +58,39 @@ class _LoraLinear(torch.autograd.Function):
         keep_NI: Tensor | None,
         scale: float,
         shape: torch.Size,
-        *pieces: Tensor,
+        *weight: Tensor,
     ) -> Tensor:
-        output_NO, hidden_NR = _lora_forward(input_NI, pieces, list(shape), bias, down_RI, up_OR, keep_NI, scale)
-        ctx.save_for_backward(input_NI, down_RI, up_OR, keep_NI, hidden_NR, *pieces)
+        output_NO, hidden_NR = _lora_forward(input_NI, weight, list(shape), bias, down_RI, up_OR, keep_NI, scale)
+        ctx.save_for_backward(input_NI, down_RI, up_OR, keep_NI, hidden_NR, *weight)
         ctx.scale, ctx.shape = scale, shape
         return output_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        input_NI, down_RI, up_OR, keep_NI, hidden_NR, *pieces = ctx.saved_tensors
-        needs_input, needs_adapter = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3])
+        input_NI, down_RI, up_OR, keep_NI, hidden_NR, *weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
         made = _lora_backward(
-            grads[0], input_NI, pieces, list(ctx.shape), down_RI, up_OR, keep_NI, hidden_NR, ctx.scale,
-            needs_input, needs_adapter,
+            grads[0], input_NI, weight, list(ctx.shape), down_RI, up_OR, keep_NI, hidden_NR, ctx.scale,
+            wanted[0], any(wanted[1:]),
         )  # fmt: skip
-        wanted = (needs_input, *ctx.needs_input_grad[1:3])
-        return *(grad if is_wanted else None for grad, is_wanted in zip(made, wanted, strict=True)), *(
-            [None] * (4 + len(pieces))
-        )
+        given = [grad if is_wanted else None for grad, is_wanted in zip(made, wanted, strict=True)]
+        return *given, *([None] * (4 + len(weight)))
 
 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_NI: Tensor, bias: Tensor | None, shape: torch.Size, *pieces: Tensor) -> Tensor:
-        ctx.save_for_backward(*pieces)
+    def forward(ctx: Any, input_NI: Tensor, bias: Tensor | None, shape: torch.Size, *weight: Tensor) -> Tensor:
+        ctx.save_for_backward(*weight)
         ctx.shape = shape
-        return _frozen_forward(input_NI, pieces, list(shape), bias)
+        return _frozen_forward(input_NI, weight, list(shape), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        pieces = ctx.saved_tensors
-        grad_NI = _frozen_backward(grads[0], pieces, list(ctx.shape)) if ctx.needs_input_grad[0] else None
-        return grad_NI, None, None, *([None] * len(pieces))
+        weight = ctx.saved_tensors
+        grad_NI = _frozen_backward(grads[0], weight, list(ctx.shape)) if ctx.needs_input_grad[0] else None
+        return grad_NI, None, None, *([None] * len(weight))
 
 
 @torch.library.custom_op("optune::lora_forward", mutates_args=())
@@ -134,7 +132,7 @@ def _lora_backward(
     if needs_adapter:
         # Written so that the long axis is never that of the result: on CPUs that is twice as fast.
         grad_down_RI = (hidden_grads.T @ _kept(inputs, keep_NI)).to(down_RI.dtype)
-        grad_up_OR = (_rows(hidden_NR).T @ grads).T.to(up_OR.dtype, memory_format=torch.contiguous_format).mul_(scale)
+        grad_up_OR = (_rows(hidden_NR).T @ grads).T.contiguous().to(up_OR.dtype).mul_(scale)
     else:
         grad_down_RI, grad_up_OR = down_RI.new_empty(0), up_OR.new_empty(0)
     if not needs_input:
@@ -160,7 +158,7 @@ def _frozen_backward(grad_NO: Tensor, weight: Sequence[Tensor], shape: Sequence[
 @_lora_forward.register_fake
 def _(input_NI: Tensor, weight: Any, shape: Any, bias: Any, down_RI: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     leading = input_NI.shape[:-1]
-    return input_NI.new_empty(*leading, shape[0]), input_NI.new_empty(*leading, down_RI.shape[0], dtype=down_RI.dtype)
+    return input_NI.new_empty(*leading, shape[0]), input_NI.new_empty(*leading, down_RI.shape[0])
 
 
 @_lora_backward.register_fake

@@ -8,6 +8,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from optune import lora
+from optune.lora import nf4, operations
 
 
 def adapted(dtype: torch.dtype = torch.float32, **settings: float | bool) -> lora.LoraLinear:
@@ -168,3 +169,25 @@ def test_compiled_layers_equal_eager_ones(monkeypatch: pytest.MonkeyPatch, dropo
     assert len(eager) == 7
     for one, other in zip(eager, compiled, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_torch_finds_nothing_to_object_to_in_the_operations(dtype: torch.dtype, packed: bool, dropout: float) -> None:
+    """torch's own check of custom operations: schema, shapes and strides on fake tensors, no output shares an input."""
+    layer = trained(adapted(dtype, dropout=dropout))
+    weight = (layer.weight,) if not packed else nf4.quantize(layer.weight)
+    x, shape, scale = torch.randn(2, 5, 16).to(dtype), list(layer.weight.shape), layer.scale
+    keep = torch.rand(2, 5, 16) > dropout if dropout else None
+    down, up = layer.lora_A.weight.detach(), layer.lora_B.weight.detach()
+    tests = ("test_schema", "test_faketensor")
+    frozen = [part.detach() for part in weight]
+    forward = (x, frozen, shape, layer.bias, down, up, keep, scale)
+    torch.library.opcheck(operations._lora_forward, forward, test_utils=tests)
+    output, hidden = operations._lora_forward(*forward)
+    for needs_input, needs_adapter in ((True, True), (False, True), (True, False)):
+        backward = (output, x, frozen, shape, down, up, keep, hidden, scale, needs_input, needs_adapter)
+        torch.library.opcheck(operations._lora_backward, backward, test_utils=tests)
+    torch.library.opcheck(operations._frozen_forward, (x, frozen, shape, layer.bias), test_utils=tests)
+    torch.library.opcheck(operations._frozen_backward, (output, frozen, shape), test_utils=tests)
