@@ -109,19 +109,18 @@ def sizes_table(runs: Sequence[Run]) -> str:
 
 
 def scaling_table(result: Mapping[str, Any]) -> str:
-    header = ["rows x length x microbatches", "tokens", "step s", "tokens/s", "peak of live tensors in the step MiB"]
-    lines, cells, said = [], result["cells"], set[str]()
-    for names in curves().values():
-        for name in names:
-            if name in cells and name not in said:
-                said.add(name)
-                seconds = statistics.median(cells[name]["seconds"])
-                memory = f"{cells[name]['live_mib']:,.0f}" if "live_mib" in cells[name] else ""
-                tokens = count_tokens(name)
-                shape = name.replace("x", " x ")
-                lines.append([shape, f"{tokens:,}", f"{seconds:.2f}", f"{tokens / seconds:.0f}", memory])
-    rounds = sorted({len(cell["seconds"]) for cell in cells.values()})
-    return table(header, lines) + f"\n\nMedians of {'–'.join(map(str, {rounds[0]: 0, rounds[-1]: 0}))} steps."
+    header = [
+        "rows x length x microbatches", "tokens", "step s", "tokens/s", "peak of live tensors in the step MiB",
+        "resident set of the process MiB",
+    ]  # fmt: skip
+    lines, cells = [], result["cells"]
+    for name in dict.fromkeys(name for names in curves().values() for name in names if name in cells):
+        seconds, tokens = statistics.median(cells[name]["seconds"]), count_tokens(name)
+        memory = [f"{cells[name][key]:,.0f}" if key in cells[name] else "" for key in ("live_mib", "resident_mib")]
+        lines.append([name.replace("x", " x "), f"{tokens:,}", f"{seconds:.2f}", f"{tokens / seconds:.0f}", *memory])
+    counts = sorted({len(cell["seconds"]) for cell in cells.values()})
+    said = f"Medians of {counts[0]} to {counts[-1]} steps." if counts[-1] > 1 else "One step of each."
+    return f"{table(header, lines)}\n\n{said}"
 
 
 def lines_table(result: Mapping[str, Any]) -> str:
