@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from optune.config import load
-from scripts.bench import contestants, flops, report, scaling, tables, tool_run
+from scripts.bench import contestants, flops, goals, report, roofline, scaling, tables, tool_run
 from scripts.bench.peers import take_turns
 from tune_cli.recipes import load_recipe
 
@@ -141,6 +141,26 @@ def test_times_on_a_line_are_on_it_and_others_are_told_apart() -> None:
     assert max(map(abs, bent.values())) > 0.05
 
 
+def test_rate_of_a_step_is_its_work_over_the_time_of_all_its_products() -> None:
+    """Three seconds of work at 1 GFLOP/s and three at 2 are nine in six, whatever the mean of the rates is."""
+    layer = {"dtype": "bfloat16", "k": 100, "n": 1000, "times": 1}  # 1 GFLOP each of its products with 5,000 tokens
+    result = {
+        "rows": 5, "length": 1000,
+        "products": [
+            layer | {"gflops_per_s": {"forward": 1.0, "dX": 1.0, "dW": 1.0}},
+            layer | {"times": 2, "gflops_per_s": {"forward": 2.0, "dX": 2.0, "dW": 2.0}},
+        ],
+        "steps": [
+            {"mode": "compiled", "dtype": "bf16", "seconds": [9.0, 6.0, 5.0],
+             "flops": {"linear": 4e9, "attention": 5e8, "recomputed": 9e8}},
+        ],
+    }  # fmt: skip
+    assert roofline.machine_rate(result, "bfloat16") == pytest.approx(1.5)
+    (share,) = roofline.step_shares(result)
+    assert (share["needed"], share["needed_share"]) == pytest.approx((0.75, 0.5))
+    assert (share["done"], share["done_share"]) == pytest.approx((0.9, 0.6))
+
+
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +186,14 @@ def test_table_of_the_peers_has_medians_ratios_and_failures() -> None:
     # Medians of 512 and 409.6 tokens/s; 460.8 / 256 and 2,100 / 4,000 beside the better of the others.
     assert cells[2:] == ["461", "410–512", "1.80 ×", "2,100", "0.53 ×", "9.0"]
     assert "Failed: litgpt: full bf16 4 x 512, eager." in table
+
+
+def test_goals_are_met_missed_or_not_measured() -> None:
+    runs = [run_of("torchtune", [8.0] * 4, 4000.0), run_of("optune", [5.0] * 4, 3000.0)]
+    lines = [goal.line for goal in goals.peer_goals(runs)]
+    assert "met    full bf16 4 x 512, eager: × torchtune's tokens/s: ≥ 1.4, found 1.6" in lines
+    assert "MISSED full bf16 4 x 512, eager: × torchtune's memory: ≤ 0.6, found 0.75" in lines
+    assert "?      full bf16 4 x 512, compiled: × torchtune's tokens/s: ≥ 1.3, not measured" in lines
 
 
 def test_only_what_stands_between_the_marks_is_replaced() -> None:
