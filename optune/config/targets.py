@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -172,10 +174,26 @@ def _is_module(name: str) -> bool:
         return False
 
 
+@contextmanager
+def _without_chatter(name: str) -> Iterator[None]:
+    """torchao warns of kernels for other GPUs that do not load, and torch of a call in it that is to go: nothing that
+    a user can act on."""
+    names = ("torchao", "torch.utils._pytree") if _top(name) == "torchao" else ()
+    levels = [(logger, logger.level) for logger in map(logging.getLogger, names)]
+    try:
+        for logger, _ in levels:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in levels:
+            logger.setLevel(level)
+
+
 def _import(name: str, dotted: str, where: str) -> ModuleType:
     _find_here(name)
     try:
-        return importlib.import_module(name)
+        with _without_chatter(name):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
         raise ConfigError(

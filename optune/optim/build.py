@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -84,6 +85,9 @@ def build_optimizer(
         is_spread=any(map(is_sharded, held.values())),
     )
     check_no_closure(optimizer)
+    if type(optimizer).__module__.startswith("torchao."):
+        # torch 2.13 says at the first compiled step that its cache knows torchao's tensors by their pickle alone.
+        warnings.filterwarnings("ignore", message=".*does not implement _stable_hash_for_caching")
     for group, chosen in zip(optimizer.param_groups, groups, strict=True):
         unknown = [key for key in chosen if key != "params" and key not in optimizer.defaults]
         if unknown:
