@@ -218,11 +218,11 @@ def _find_store(rank: int, world_size: int, timeout: timedelta) -> Any:
     torch's launcher keeps one store for all attempts: after a restart a process that is quick would read there under
     which address another one was reached before it died, and wait for it until `timeout`.
     """
-    if world_size == 1:
-        return torch.distributed.HashStore()
-    attempt = os.environ.get("OPTUNE_LAUNCH_RESTART") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import HashStore, PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
+    if world_size == 1:
+        return HashStore()
+    attempt = os.environ.get("OPTUNE_LAUNCH_RESTART") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
     store.set_timeout(timeout)
     return PrefixStore(f"optune/attempt-{attempt}", store)

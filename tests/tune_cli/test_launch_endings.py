@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.tune_cli.conftest import CONFIG
 from tune_cli import scratch
 from tune_cli.failures import read_ends
@@ -49,8 +50,10 @@ def main(cfg, validate_only=False):
 '''
 LAUNCH = """
 import sys
+import tempfile
 from tune_cli import heartbeat
 from tune_cli.main import main
+tempfile.tempdir = None  # as found before TMPDIR was set
 heartbeat.SILENT_S = 4.0
 sys.exit(main(sys.argv[1:]))
 """
@@ -65,18 +68,35 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(place: Path, ends: str, *words: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", LAUNCH, *(words or ("run",)), "--nproc-per-node", "2", "ends.py"]
-    command += ["--config", "c.yaml", "device=cpu", f"ends={ends}"]
-    environment = os.environ | {"TMPDIR": str(place / "tmp"), "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=place, env=environment, stdout=pipe, stderr=pipe, text=True)
+Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def start(place: Path) -> Iterator[Start]:
+    """Starts a launch of two ranks; what still runs at the end of the test is killed."""
+    launches: list[subprocess.Popen] = []
+
+    def call(ends: str, command: str = "run") -> subprocess.Popen:
+        words = [forked.python(), "-c", LAUNCH, command, "--nproc-per-node", "2", "ends.py", "--config", "c.yaml"]
+        environment = os.environ | {"TMPDIR": str(place / "tmp"), "OMP_NUM_THREADS": "1"}
+        launches.append(
+            subprocess.Popen(
+                [*words, "device=cpu", f"ends={ends}"], cwd=place, env=environment, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+        return launches[-1]
+
+    yield call
+    for launch in launches:
+        launch.kill()
+        launch.wait()
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_and_ends_all(place: Path) -> None:
+def test_a_stopped_rank_is_named_and_ends_all(place: Path, start: Start) -> None:
     began = time.monotonic()
-    launch = start(place, "stopped")
+    launch = start("stopped")
     _, err = launch.communicate(timeout=300)
     assert launch.returncode == 1, err
     assert time.monotonic() - began < 60  # rank 0 would sleep for ten minutes
@@ -85,8 +105,8 @@ def test_a_stopped_rank_is_named_and_ends_all(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_late_refusal_is_its_cause_alone(place: Path) -> None:
-    launch = start(place, "refused")
+def test_a_late_refusal_is_its_cause_alone(place: Path, start: Start) -> None:
+    launch = start("refused")
     _, err = launch.communicate(timeout=300)
     assert launch.returncode == 2
     said = [line for line in err.splitlines() if not line.startswith("preparing rows on 0")]
@@ -95,8 +115,8 @@ def test_a_late_refusal_is_its_cause_alone(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_started_processes_validate_together_and_one_of_them_prints(place: Path) -> None:
-    launch = start(place, "fine", "validate")
+def test_started_processes_validate_together_and_one_of_them_prints(place: Path, start: Start) -> None:
+    launch = start("fine", "validate")
     out, err = launch.communicate(timeout=300)
     assert launch.returncode == 0, err
     assert out.startswith("validated 0\n")
@@ -105,8 +125,8 @@ def test_started_processes_validate_together_and_one_of_them_prints(place: Path)
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_leaves_nothing_once_its_workers_have_ended(place: Path) -> None:
-    launch = start(place, "waits")
+def test_a_launcher_that_is_killed_leaves_nothing_once_its_workers_have_ended(place: Path, start: Start) -> None:
+    launch = start("waits")
     end = time.monotonic() + 120
     while len(list(place.glob("started-*"))) < 2 and time.monotonic() < end:
         time.sleep(0.05)
