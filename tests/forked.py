@@ -15,8 +15,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import json
 import os
+import pkgutil
 import selectors
 import signal
 import socket
@@ -127,12 +129,13 @@ def _import_libraries() -> None:
     import torch.distributed.run
     import torch.distributed.tensor.parallel
 
-    import optune.session
+    import optune
     import tune_cli.launch
     import tune_cli.run  # noqa: F401
-    from optune import data, generation, lora, models, train  # noqa: F401
 
-    del hydra, jinja2, numpy, psutil, tokenizers, optune
+    for module in pkgutil.walk_packages(optune.__path__, "optune."):
+        importlib.import_module(module.name)
+    del hydra, jinja2, numpy, psutil, tokenizers
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.square().sum().backward()
     torch.optim.AdamW([parameter]).step()
