@@ -9,6 +9,7 @@ Shapes: N positions (any leading axes), I input features, O output features, R r
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,8 @@ class LoraLinear(nn.Module):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.alpha, self.dropout, self.use_rslora = rank, alpha, dropout, use_rslora
         self.scale = alpha / math.sqrt(rank) if use_rslora else alpha / rank
-        self.weight = base.weight
+        weight: Any = base.weight
+        self.weight = weight
         self.register_parameter("bias", base.bias)
         start_RI = draw_start(rank, base.in_features)
         device = base.weight.device

@@ -53,9 +53,9 @@ class Packed(NamedTuple):
 def packed_sizes(numel: int) -> Packed:
     """Empty tensors on the meta device of the sizes that `numel` weights have."""
     blocks = math.ceil(numel / BLOCK)
-    kinds = ((blocks * BLOCK // 2, torch.uint8), (blocks, torch.int8), (math.ceil(blocks / GROUP), torch.float32))
-    sized = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in kinds]
-    return Packed(*sized, torch.empty(1, dtype=torch.float32, device="meta"))
+    groups = math.ceil(blocks / GROUP)
+    kinds = ((blocks * BLOCK // 2, torch.uint8), (blocks, torch.int8), (groups, torch.float32), (1, torch.float32))
+    return Packed(*(torch.empty(size, dtype=dtype, device="meta") for size, dtype in kinds))
 
 
 @torch.no_grad()

@@ -24,6 +24,10 @@ class Nf4Weight(nn.Module):
     """
 
     format = NF4
+    codes: nn.Parameter
+    scales: nn.Parameter
+    steps: nn.Parameter
+    mean: nn.Parameter
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         super().__init__()
@@ -76,6 +80,7 @@ class Nf4Linear(nn.Module):
     """A linear layer with a frozen weight in NF4: y = x Wᵀ + b. No gradient for W; that of x goes through the
     dequantized W, which is made again for it: what autograd keeps is the codes."""
 
+    weight: Nf4Weight
     bias: nn.Parameter | None
 
     def __init__(self, base: nn.Linear) -> None:
