@@ -232,8 +232,8 @@ def _refuse_pairs(where: str | None = None) -> DataError:
     return DataError(
         "rows of chosen and rejected answers (format preference) cannot be trained by this recipe",
         where=where,
-        hint="data.format={_target_: optune.data.formats.read_chosen} trains the chosen answers alone; a recipe of "
-        "yours gets pairs from data.load_pairs (docs/data.md)",
+        hint="it trains single answers: data.format={_target_: optune.data.formats.read_chosen} takes the chosen ones, "
+        "and a recipe of yours gets pairs from data.load_pairs (docs/data.md)",
     )
 
 
