@@ -206,12 +206,13 @@ def may_be_misread(row: Row, detected: str | None) -> bool:
 def fitting_formats(row: Row) -> list[str]:
     """All formats whose keys the row has, the one that `auto` takes first; where some have all their keys filled, those
     alone."""
-    present = row.keys()
-    filled = {key for key in present if not is_null(row[key])}
+    return _find_fitting(frozenset(row), frozenset([key for key, value in row.items() if not is_null(value)]))
+
+
+@functools.lru_cache(256)  # The rows of a file are much alike.
+def _find_fitting(present: frozenset[str], filled: frozenset[str]) -> list[str]:
     for keys in (filled, present):
-        fitting = [
-            name for name, (_, sets) in FORMATS.items() if any(all(key in keys for key in each) for each in sets)
-        ]
+        fitting = [name for name, (_, sets) in FORMATS.items() if any(keys.issuperset(each) for each in sets)]
         if fitting:
             return fitting
     return []
