@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from optune import optim
-from optune.errors import ConfigError
+from optune import checkpoint, optim
+from optune.errors import CheckpointError, ConfigError
 from optune.optim.rounding import Rounding, _mix_, draw, draw_at, round_
 from tests.checkpoint.test_shards_parts import MESH, runs_for, torch_splits
 from tests.optim.small import SmallModel, assert_same, make_rows, run, snapshot
@@ -330,3 +332,25 @@ def test_torchaos_own_rounding_is_taken_as_this_one_and_draws_nothing() -> None:
         ends.append(layer.weight.detach())
     assert torch.equal(*ends)
     assert len(ends[0].unique()) == 2
+
+
+def test_a_checkpoint_keeps_the_count_of_steps_and_tells_rounding_apart(tmp_path: Path) -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = build(model, torch.optim.AdamW)
+    run(model, optim.build_stepper(model, optimizer), make_rows(3, [1]))
+    saved = checkpoint.save(
+        tmp_path,
+        step=3,
+        write_model=lambda folder: (folder / "weights").write_text("elsewhere"),
+        optimizer=optimizer,
+        named_parameters=model.named_parameters(),
+        progress={},
+    )
+    assert not [name for name in load_file(saved / "optune/optimizer.safetensors") if name.endswith("master")]
+    fresh = build(model, torch.optim.AdamW)
+    checkpoint.load_optimizer(fresh, model.named_parameters(), saved)
+    assert fresh.param_groups[0]["rounding_step"] == 3
+    assert_same(snapshot(model, optimizer), snapshot(model, fresh))
+    nearest = build(model, torch.optim.AdamW, rounding="nearest")
+    with pytest.raises(CheckpointError, match="were rounded stochastically, the run rounds 0"):
+        checkpoint.load_optimizer(nearest, model.named_parameters(), saved)
