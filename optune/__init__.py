@@ -21,6 +21,7 @@ _NOUNS = (
     "metrics",
     "models",
     "optim",
+    "plan",
     "run_folder",
     "session",
     "train",

@@ -24,7 +24,7 @@ from optune.errors import ConfigError, TrainingError, list_few
 from optune.loss import Loss
 from optune.optim import Stepper
 from optune.passes import Work, breadth_first, depth_first
-from optune.types import Microbatch
+from optune.types import Microbatch, MicrobatchShape
 
 SumOverRanks = Callable[[Sequence[float]], list[float]]
 """Sums each number over the ranks that see different rows, see `optune.distributed`; `list` is that for one of them."""
@@ -43,6 +43,9 @@ class StepResult:
     grad_norm: float | None
     clip_factor: float
     skipped: bool
+    microbatches: int = 0
+    widest: MicrobatchShape | None = None
+    """Of this rank's microbatches the one with the most positions."""
 
 
 def count_steps(steps_per_epoch: int | None, epochs: int, max_steps: int | None) -> int:
@@ -115,6 +118,8 @@ def train_step(
         grad_norm=stats.grad_norm,
         clip_factor=stats.clip_factor,
         skipped=stats.skipped,
+        microbatches=len(microbatches),
+        widest=max(microbatches, key=lambda microbatch: microbatch.tokens_BT.numel()).shape,
     )
 
 

@@ -33,6 +33,22 @@ IGNORE = -100
 
 
 @dataclass(frozen=True)
+class MicrobatchShape:
+    """What memory depends on: `rows` of `length` positions, of which `targets` are trained. `packed`: several rows
+    stand in a sequence; `weighted`: targets have weights."""
+
+    rows: int
+    length: int
+    targets: int
+    packed: bool = False
+    weighted: bool = False
+
+    @property
+    def positions(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """The rows of one forward and backward pass, padded on the right.
 
@@ -55,6 +71,13 @@ class Microbatch:
     weights_BT: Tensor | None = None
     num_tokens: int = 0
     rows: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> MicrobatchShape:
+        """Its size."""
+        rows, length = self.tokens_BT.shape
+        targets = int((self.labels_BT != IGNORE).sum())
+        return MicrobatchShape(rows, length, targets, self.documents_BT is not None, self.weights_BT is not None)
 
     def count_targets(self) -> float:
         """The number of targets: labels that count, each by its weight."""

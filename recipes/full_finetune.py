@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from optune import checkpoint, data, distributed, loss, models, optim, run_folder, session, train
+from optune import checkpoint, data, distributed, loss, models, optim, plan, run_folder, session, train
 from optune.config import RunConfig, bind_targets, read_target, schedule_keywords, to_dict, to_run_yaml
 
 
@@ -178,6 +178,16 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             log_every_steps=cfg.log_every_steps,
             loggers=loggers,
             summary=summary,
+            predict=partial(
+                plan.predict,
+                outline=partial(outline, cfg),
+                build=partial(build, cfg),
+                loss=loss_sum,
+                config=config,
+                accumulation=cfg.accumulation,
+                validates=bool(validation),
+                device=processes.device.type,
+            ),
         ) as run:
             if validation:
                 train.evaluate(model, loss_sum, validation[:1])  # a rehearsal: fail now, not in hours

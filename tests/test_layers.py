@@ -32,6 +32,7 @@ ALLOWED = {
     "config": {"errors"},
     "passes": BASE | {"loss", "optim"},
     "export": BASE | {"models", "lora"},
+    "plan": BASE | {"distributed", "loss", "models", "optim", "train"},
     "run_folder": BASE | {"folder_lock"},
     "resuming": BASE | {"checkpoint", "optim"},
     "session": BASE
@@ -50,7 +51,7 @@ ALLOWED = {
     "start_summary": BASE | {"metrics", "optim"},
     "train": BASE | {"loss", "optim", "passes"},
 }
-"""Parts whose rule is not the peers' own: `train`, `session` and `export` stand above them (data, lora, loss, …)."""
+"""Parts whose rule is not the peers' own: `train`, `session`, `plan` and `export` stand above them (data, lora …)."""
 
 _LIGHT = {"__init__", "config", "errors"}
 LIGHT = [

@@ -23,6 +23,7 @@ COMMANDS = {
     "verify-resume": ("RECIPE --config CONFIG [key=value …]", "prove that a resumed run is the uninterrupted one"),
     "validate": ("RECIPE --config CONFIG [key=value …]", "check all that run checks before the first step"),
     "data": ("RECIPE --config CONFIG [key=value …]", "show what is trained, token by token, and what is left out"),
+    "plan": ("RECIPE --config CONFIG [key=value …]", "predict peak memory, and name what fits into --memory"),
     "ls": ("", "list the recipes and configs that come with optune"),
     "cat": ("NAME", "print a recipe or config"),
     "cp": ("NAME DEST", "copy a recipe or config, to change it"),

@@ -5,7 +5,7 @@ chosen in the config by `_target_: optune.metrics.TensorBoard`.
 """
 
 from optune.metrics.loggers import Logger, TensorBoard, WandB
-from optune.metrics.measure import peak_memory_gib
+from optune.metrics.measure import peak_memory_bytes, peak_memory_gib
 from optune.metrics.metrics_file import read_metrics
 from optune.metrics.plots import draw_plot
 from optune.metrics.run_log import RunLog
@@ -22,6 +22,7 @@ __all__ = [
     "describe_steps",
     "draw_plot",
     "format_fields",
+    "peak_memory_bytes",
     "peak_memory_gib",
     "read_metrics",
 ]

@@ -9,19 +9,24 @@ GIB = 2**30
 
 
 def peak_memory_gib(device: str = "cpu") -> float:
-    """The most memory used since the start, in GiB: the allocator's on CUDA, the process's resident memory on CPU."""
+    """`peak_memory_bytes` in GiB."""
+    return peak_memory_bytes(device) / GIB
+
+
+def peak_memory_bytes(device: str = "cpu") -> int:
+    """The most memory used since the start: the allocator's on CUDA, the process's resident memory on CPU."""
     kind = device.partition(":")[0]
     if kind == "cuda":
         import torch
 
-        return torch.cuda.max_memory_allocated(device) / GIB
+        return torch.cuda.max_memory_allocated(device)
     if kind == "mps":
         import torch
 
-        return torch.mps.driver_allocated_memory() / GIB
+        return torch.mps.driver_allocated_memory()
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def format_time(seconds: float) -> str:

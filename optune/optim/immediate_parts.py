@@ -47,8 +47,8 @@ def settle(gradient: Tensor, parameter: Tensor, others: Iterable[Tensor | None] 
         return gradient
     if gradient.dtype != parameter.dtype or gradient.stride() != parameter.stride():
         return torch.empty_like(parameter).copy_(gradient)
-    address = gradient.untyped_storage().data_ptr()
-    if any(other is not None and other.untyped_storage().data_ptr() == address for other in others):
+    address = gradient.untyped_storage()._cdata
+    if any(other is not None and other.untyped_storage()._cdata == address for other in others):
         return gradient.clone()
     return gradient
 

@@ -195,8 +195,8 @@ class Operation(torch.autograd.Function):
 def _own(output: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
     """`output`, copied where it is a view of a parameter: an activation keeps its value when the parameter changes."""
     if type(output) is Tensor and output._is_view():
-        address = output.untyped_storage().data_ptr()
-        if any(p is not None and address == p.untyped_storage().data_ptr() for p in parameters):
+        address = output.untyped_storage()._cdata
+        if any(p is not None and address == p.untyped_storage()._cdata for p in parameters):
             return output.clone()
     return output
 

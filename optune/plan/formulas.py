@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-LOGITS_AT_ONCE = 2**24
-"""`optune.loss.CHUNK_ELEMENTS`."""
+LOGITS_AT_ONCE_BYTES = 2**26
+"""`optune.loss.CHUNK_BYTES`."""
 
 
 class Shape(Protocol):
@@ -194,30 +194,32 @@ def activations(shape: Shape, layout: Layout, work: Work) -> float:
     kept = layers * own * shape.hidden_size * work.weight_bytes + inside if work.checkpointing else layers * inside
     ids = work.tokens * (8 if layout.tensor == 1 else 9)  # of tokens; and which of them other ranks have
     tables = 2 * work.tokens * shape.head_dim * work.weight_bytes
-    return kept + own * _norm_bytes(shape.hidden_size, work.weight_bytes) + ids + tables
+    return kept + own * shape.hidden_size * work.weight_bytes + ids + tables
 
 
 def block_activations(shape: Shape, layout: Layout, work: Work) -> float:
-    """Bytes that one block keeps for backward, without the rotary tables that all blocks share."""
+    """Bytes that one block keeps for backward, without the rotary tables that all blocks share, and without its input
+    where that is kept anyway. A GPU's attention keeps four bytes more a head and position."""
     width, size = work.weight_bytes, layout.tensor
     own = work.rows * math.ceil(work.length / size)
     queries = shape.num_attention_heads // size * shape.head_dim
     keys = max(shape.num_key_value_heads // size, 1) * shape.head_dim
     inner = math.ceil(shape.intermediate_size / size)
-    norms = 2 * own * _norm_bytes(shape.hidden_size, width)
+    norms = (1 if work.checkpointing else 2) * own * shape.hidden_size * width
     inputs = 2 * work.tokens * shape.hidden_size * width  # of q, k, v and of gate, up: all positions
-    attention = work.tokens * ((2 * queries + 2 * keys) * width + shape.num_attention_heads // size * 4)
+    attention = work.tokens * (2 * queries + 2 * keys) * width
     if shape.query_key_norm:
-        attention += work.tokens * (queries + keys) // shape.head_dim * _norm_bytes(shape.head_dim, width)
-    return norms + inputs + attention + 4 * work.tokens * inner * width
+        attention += work.tokens * (queries + keys) * width
+    # gate, up, and their product, which is made again instead where blocks are not
+    return norms + inputs + attention + (3 if work.checkpointing else 2) * work.tokens * inner * width
 
 
 def loss_memory(shape: Shape, layout: Layout, work: Work) -> float:
-    """Bytes of the loss: the targets' hidden states and their gradients, a chunk of logits (as the head makes them and
-    in fp32), and the head's gradient, in fp32 while chunks are added up."""
+    """Bytes of the loss on a device: the targets' hidden states and their gradients, a chunk of logits (as the head
+    makes them and in fp32), and the head's gradient, in fp32 while chunks are added up."""
     targets = work.tokens if work.targets is None else work.targets
     words = math.ceil(shape.vocab_size / layout.tensor)
-    logits = min(targets * words, max(LOGITS_AT_ONCE, words))
+    logits = min(targets * words, max(LOGITS_AT_ONCE_BYTES // work.weight_bytes, words))
     return (
         2 * targets * shape.hidden_size * work.weight_bytes
         + logits * (work.weight_bytes + 4)
@@ -286,11 +288,6 @@ def _gathered(shape: Shape, layout: Layout, work: Work) -> float:
     root = sum(matrix.gathered(layout.shard) for matrix in root_parameters(shape, layout.tensor))
     weights = (root + 2 * block) * work.weight_bytes if layout.shard > 1 else 0
     return weights + (root + block) * work.weight_bytes + block * work.reduce_bytes
-
-
-def _norm_bytes(features: int, width: int) -> int:
-    """What a norm keeps a position: its input in fp32, the normed values in the weights' dtype, one inverse root."""
-    return features * (max(width, 4) + width) + 4
 
 
 def _all_parameters(shape: Shape, tensor: int) -> list[Matrix]:

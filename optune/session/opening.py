@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from optune import checkpoint, metrics, optim, resuming, run_folder
 from optune.distributed import Processes
+from optune.session.memory import MemoryCheck, Predict
 from optune.session.running import Batches, Session
 from optune.signals import Requests
 from optune.time_limit import TimeLimit
@@ -41,6 +42,7 @@ def start(
     log_every_steps: int = 1,
     loggers: Sequence[Any] = (),
     summary: Mapping[str, object],
+    predict: Predict | None = None,
 ) -> Iterator[Session]:
     """Opens the run folder and gives the session; on the way out waits for the last save and publishes the result.
 
@@ -53,6 +55,7 @@ def start(
       that it stands for, whose weights `model` already has; optimizer and counters are restored here.
     - `write_model(tensors, folder)` writes the model files of a checkpoint from `model_tensors` or copies of them.
     - `batches` count epochs, and say what of them a checkpoint keeps.
+    - `predict` says what memory a step takes, for the comparison at the end; it is asked where there is one process.
     - `time_limit`: the run is saved and left when it is nearly over.
     """
     fingerprint = resuming.make_fingerprint(
@@ -130,6 +133,7 @@ def start(
             total_steps=total_steps,
             time_limit=time_limit,
             save_s=room.write_s,
+            memory=MemoryCheck(predict if processes.world_size == 1 else None, model, optimizer, processes.device.type),
             saves_ahead=save_every_steps is not None and save_every_steps < total_steps,
             resume_from=resume_from,
             progress=progress,

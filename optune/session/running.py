@@ -14,6 +14,7 @@ from optune import checkpoint, files, metrics, optim, run_folder
 from optune.distributed import Processes
 from optune.errors import TrainingError
 from optune.session.hearing import Hearing
+from optune.session.memory import MemoryCheck
 from optune.signals import Requests
 from optune.time_limit import TimeLimit
 from optune.train import StepResult
@@ -48,6 +49,7 @@ class Session:
         time_limit: TimeLimit,
         save_s: float,
         saves_ahead: bool,
+        memory: MemoryCheck,
         resume_from: Path | None,
         progress: dict[str, Any],
     ) -> None:
@@ -58,7 +60,7 @@ class Session:
         self._optimizer, self._batches, self._total_steps = optimizer, batches, total_steps
         self._time_limit, self._save_s, self._longest_s = time_limit, save_s, 0.0
         self._step_began: float | None = None
-        self._saves_ahead = saves_ahead
+        self._saves_ahead, self._memory = saves_ahead, memory
         self._resume_from, self._first_step = resume_from, self.step
         self._progress = progress
         self._saved_step = self.step
@@ -135,6 +137,7 @@ class Session:
     def log_step(self, result: StepResult) -> None:
         """Counts the step as done and logs it."""
         self.step += 1
+        self._memory.saw(result)
         progress = self._progress
         progress["rows_seen"] += result.rows
         progress["targets_seen"] += result.targets
@@ -214,7 +217,10 @@ class Session:
         """Waits for the last checkpoint and, where the run is complete, makes the result of it."""
         newest = self._saver.wait() or self._resume_from
         written_s = [report.write_s for report in self._saver.reports]
-        where: dict[str, object] = {"saving": metrics.describe_saves(written_s, self._stalls_s)}
+        where: dict[str, object] = {}
+        if self.is_over:  # Who stops a run does not wait for it.
+            where["predicted"] = self._memory.compare(self._log.stepped_s, saves_ahead=self._saves_ahead)
+        where |= {"saving": metrics.describe_saves(written_s, self._stalls_s)}
         where |= {**self._batches.describe_end(self.step), "checkpoint": newest, "run folder": self._folder.path}
         if newest is not None and self.is_over:
             where["model"] = self._processes.on_main(self._publish_model, newest)

@@ -55,6 +55,45 @@ class GradientTracker(TorchDispatchMode):
         return sum((waiting | self._live).values())
 
 
+class StorageTracker(TorchDispatchMode):
+    """`peak_bytes` is the most that all storages took at one time: `held`, and whatever operations make.
+
+    Storages that are not named are not there for it: hand over everything that lives when it begins.
+    """
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._live: dict[int, int] = {}
+        self._now = self.peak_bytes = 0
+        for tensor in held:
+            self._enter(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._enter(leaf)
+        return result
+
+    def _enter(self, tensor: Tensor) -> None:
+        if hasattr(tensor, "__tensor_flatten__"):
+            for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+                if isinstance(inner, Tensor):
+                    self._enter(inner)
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            self._live[storage._cdata] = storage.nbytes()
+            self._now += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self._now)
+            weakref.finalize(storage, self._leave, storage._cdata)
+
+    def _leave(self, key: int) -> None:
+        self._now -= self._live.pop(key)
+
+
 def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 

@@ -109,5 +109,5 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _location(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.numel(), tensor.stride()
+def _location(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel(), *tensor.stride()

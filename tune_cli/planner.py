@@ -1,0 +1,308 @@
+"""Rehearsals of the run that a command line asks for, and the search for settings that fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from optune.errors import ConfigError
+from tune_cli.recipes import Recipe, load_recipe
+from tune_cli.run import Request
+
+if TYPE_CHECKING:
+    from optune.distributed import Processes
+    from optune.plan import Forecast, Setting
+    from optune.types import MicrobatchShape
+
+MOST_TRIED = 12
+"""Settings that are rehearsed until enough fit."""
+ENOUGH = 3
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A setting that fits."""
+
+    setting: Setting
+    forecast: Forecast
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `optune plan` found."""
+
+    summary: dict[str, str]
+    forecast: Forecast
+    device: str
+    overhead: int
+    memory: int | None
+    fits: list[Fit]
+    smallest: Fit | None
+    adapters: Forecast | None
+    notes: list[str]
+
+    def is_enough(self, forecast: Forecast) -> bool:
+        return self.memory is None or forecast.peak + self.overhead <= self.memory
+
+    def as_json(self) -> dict[str, Any]:
+        """See docs/memory.md."""
+        return {
+            **self.summary,
+            "device": self.device,
+            "moments": {moment: dict(parts) for moment, parts in self.forecast.moments.items()},
+            "peak_bytes": self.forecast.peak,
+            "peak_moment": self.forecast.fullest,
+            "overhead_bytes": self.overhead,
+            "memory_bytes": self.memory,
+            "fits": None if self.memory is None else self.is_enough(self.forecast),
+            "settings": [_describe(fit) for fit in self.fits],
+            "smallest": None if self.smallest is None else _describe(self.smallest),
+            "lora_finetune_peak_bytes": None if self.adapters is None else self.adapters.peak,
+            "notes": self.notes,
+        }
+
+
+def _describe(fit: Fit) -> dict[str, Any]:
+    return {
+        "overrides": fit.setting.words,
+        "time": round(fit.setting.time, 3),
+        "peak_bytes": fit.forecast.peak,
+        "peak_moment": fit.forecast.fullest,
+    }
+
+
+class Planner:
+    """Makes rehearsals of one request; `length` and `reads_data` say which rows are assumed."""
+
+    def __init__(self, request: Request, *, memory: int | None, length: int | None, reads_data: bool) -> None:
+        self._request, self._memory, self._length, self._reads_data = request, memory, length, reads_data
+        for name in ("outline", "build", "loss_sum"):
+            _function(request.recipe, name)
+        self._cfg: Any = request.load()
+
+        from optune import models
+
+        self._source = models.resolve(self._cfg.model.path, weights=False)
+        self._config = models.check(self._source, weights=False)
+        self._device = _find_device(self._cfg.device)
+        self._notes: list[str] = []
+        self._processes: Processes | None = None
+
+    def plan(self, processes: int | None) -> Result:
+        """The forecast for each of `processes` (None: as many as `parallel` names), and what fits."""
+        with self._among(processes):
+            return self._plan()
+
+    @contextmanager
+    def _among(self, count: int | None) -> Iterator[None]:
+        """As rank 0 of so many, on the CPU: nothing is sent, and nobody else is there."""
+        from optune import distributed, optim
+        from optune.distributed.pretending import pretend
+
+        layout = asdict(self._cfg.parallel)
+        if count is None:
+            count = layout["replicate"] * layout["tensor"] * (1 if layout["shard"] == "auto" else layout["shard"])
+        keep_whole = optim.why_whole(self._cfg.optimizer_step)
+        if count == 1:
+            with distributed.start("cpu", **layout, keep_whole=keep_whole) as self._processes:
+                yield
+            return
+        with pretend(count), distributed.start("cpu", **layout, keep_whole=keep_whole) as self._processes:
+            distributed.check_model(self._config, self._processes.layout, compiles=self._cfg.compile)
+            yield
+
+    def _plan(self) -> Result:
+        from optune import plan
+
+        self._note()
+        shapes = self._find_shapes()
+        forecast = self._forecast(self._request.recipe, self._cfg, *shapes)
+        result = Result(
+            self._summarize(*shapes, forecast.stepping), forecast, self._device, plan.OVERHEAD[self._device],
+            self._memory, [], None, None, self._notes,
+        )  # fmt: skip
+        if result.is_enough(forecast):
+            return result
+        fits, smallest = self._search(result, *shapes)
+        return replace(result, fits=fits, smallest=smallest, adapters=self._with_adapters(*shapes))
+
+    def _search(
+        self, result: Result, shape: MicrobatchShape, validation: MicrobatchShape | None
+    ) -> tuple[list[Fit], Fit | None]:
+        """The cheapest settings that fit, and the one that takes least of those that were tried."""
+        from optune import plan
+
+        cfg = self._cfg
+        current = plan.Current(
+            batch_size=cfg.batch_size,
+            microbatches=cfg.gradient_accumulation_steps,
+            length=shape.length,
+            checkpointing=cfg.activation_checkpointing,
+            step=cfg.optimizer_step,
+            clips=cfg.max_grad_norm is not None,
+            stash=cfg.gradient_stash,
+            accumulation=cfg.accumulation,
+        )
+        waiting = plan.list_settings(self._config, current)
+        # What saves most comes first: where that is not enough, nothing is.
+        strongest = max(waiting, key=lambda setting: sum(setting.strength[1:]), default=None)
+        waiting.sort(key=lambda setting: setting is not strongest)
+        tried: list[Fit] = []
+        while waiting and len(tried) < MOST_TRIED:
+            setting = waiting.pop(0)
+            try:
+                forecast = self._forecast(self._request.recipe, _change(cfg, setting.overrides), shape, validation)
+            except ConfigError:
+                continue  # it does not go with the rest of the config
+            tried.append(Fit(setting, forecast))
+            if not result.is_enough(forecast):
+                waiting = [other for other in waiting if not other.is_weaker(setting)]
+            elif sum(result.is_enough(fit.forecast) for fit in tried[1:]) == ENOUGH:
+                break
+        fits = sorted((fit for fit in tried if result.is_enough(fit.forecast)), key=lambda fit: fit.setting.time)
+        return fits[:ENOUGH], min(tried, key=lambda fit: fit.forecast.peak, default=None)
+
+    def _with_adapters(self, shape: MicrobatchShape, validation: MicrobatchShape | None) -> Forecast | None:
+        """What the same config takes with `lora_finetune`; None where it is that already, or cannot be."""
+        if hasattr(self._cfg, "lora"):
+            return None
+        recipe = load_recipe("lora_finetune")
+        try:
+            return self._forecast(recipe, replace(self._request, recipe=recipe).load(), shape, validation)
+        except ConfigError:
+            return None
+
+    def _forecast(
+        self, recipe: Recipe, cfg: Any, shape: MicrobatchShape, validation: MicrobatchShape | None
+    ) -> Forecast:
+        from optune import plan, train
+
+        assert self._processes is not None
+        train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
+        saves = cfg.checkpoint.save_every_steps
+        is_at_end = saves is None or (cfg.max_steps is not None and saves >= cfg.max_steps)
+        cfg = _change(cfg, {"activation_offloading": False}) if hasattr(cfg, "activation_offloading") else cfg
+        rows_of = partial(replace, rows=cfg.batch_size)
+        task = plan.make_task(
+            partial(_function(recipe, "outline"), cfg),
+            partial(_function(recipe, "build"), cfg),
+            _function(recipe, "loss_sum"),
+            self._config,
+            rows_of(shape, targets=max(1, shape.targets * cfg.batch_size // shape.rows)),
+            device=self._device,
+            microbatches=cfg.gradient_accumulation_steps,
+            accumulation=cfg.accumulation,
+            validation=None if validation is None else rows_of(validation),
+            processes=self._processes,
+        )
+        return plan.forecast(task, saved_on_device=self._device == "cpu" and not is_at_end)
+
+    def _find_shapes(self) -> tuple[MicrobatchShape, MicrobatchShape | None]:
+        """A microbatch of training, and one of validation."""
+        from optune.types import MicrobatchShape
+
+        cfg = self._cfg
+        if self._reads_data:
+            return self._read_shapes()
+        length = self._length or cfg.data.max_length
+        if length is None:
+            raise ConfigError(
+                "is null, so how long rows are is not known",
+                where="data.max_length",
+                hint="give --length N, or --data to prepare the rows and take the longest",
+            )
+        length = -(-length // cfg.data.pad_to_multiple) * cfg.data.pad_to_multiple
+        shape = MicrobatchShape(cfg.batch_size, length, cfg.batch_size * length, packed=cfg.data.packing)
+        return shape, None if cfg.data.validation is None else replace(shape, packed=False)
+
+    def _read_shapes(self) -> tuple[MicrobatchShape, MicrobatchShape | None]:
+        from optune import plan
+
+        assert self._processes is not None
+        make_batches = _function(self._request.recipe, "make_batches")
+        _, batches, validation = make_batches(
+            self._cfg, self._source, self._config, self._processes.data_size, self._processes.data_rank
+        )
+        if not hasattr(batches, "rows_of"):
+            raise ConfigError(
+                "is true: the rows are not known before the run", where="data.streaming", hint="give --length N"
+            )
+        training = plan.widest(batches, self._processes.data_size)
+        return training, plan.widest(validation.batches, self._processes.data_size) if validation else None
+
+    def _summarize(self, shape: MicrobatchShape, validation: MicrobatchShape | None, stepping: str) -> dict[str, str]:
+        from optune import metrics, plan
+
+        cfg = self._cfg
+        model = _function(self._request.recipe, "outline")(cfg, self._config)
+        parameters = list(model.parameters())
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        whole = plan.count_parameters(self._config)
+        total = max(whole, sum(parameter.numel() for parameter in parameters))
+        count = cfg.gradient_accumulation_steps
+        said = "the widest of the first epoch" if self._reads_data else "assumed"
+        if not self._reads_data:
+            said += (
+                ": every row as long as " + ("--length" if self._length else "data.max_length") + ", all of it trained"
+            )
+        rows = f"{shape.rows} × {shape.length:,} tokens in a microbatch, {shape.targets:,} targets ({said})"
+        assert self._processes is not None
+        return {
+            "model": str(cfg.model.path),
+            "parameters": f"{metrics.describe_parameters(trained, total)}, in {cfg.model.dtype}",
+            "processes": self._processes.describe() or "",
+            "rows": rows + (f"; {count} microbatches a step" if count > 1 else ""),
+            "optimizer": str(cfg.optimizer.get("_target_", "")).rpartition(".")[2],
+            "step": stepping,
+        }
+
+    def _note(self) -> None:
+        """What is not as the run will be, said."""
+        cfg = self._cfg
+        if cfg.compile:
+            self._notes.append("compile: the forecast is that of the same step uncompiled; compiled blocks keep less")
+        if cfg.activation_offloading:
+            self._notes.append("activation_offloading is not predicted: this is the run without it, which takes more")
+        if self._device == "cuda":
+            self._notes.append(
+                "a GPU's attention and allocator are not at hand here: see docs/memory.md for what is assumed of them"
+            )
+
+
+def _function(recipe: Recipe, name: str) -> Any:
+    """A function of the recipe's file."""
+    import sys
+
+    found = getattr(sys.modules[recipe.main.__module__], name, None)
+    if not callable(found):
+        raise ConfigError(
+            f"has no function {name}, which tells `optune plan` what would be trained",
+            where=recipe.reference,
+            hint="`optune cat full_finetune` has one: move what your recipe builds there",
+        )
+    return found
+
+
+def _change(cfg: Any, overrides: Mapping[str, str | int]) -> Any:
+    changed = copy.deepcopy(cfg)
+    for key, value in overrides.items():
+        if not hasattr(changed, key):
+            raise ConfigError("the recipe has no such key", where=key)
+        setattr(changed, key, value)
+    return changed
+
+
+def _find_device(name: str) -> str:
+    """`cpu` or `cuda`. What is named need not be there; `auto` is what a run would take here."""
+    if name == "auto":
+        from optune import distributed
+
+        name = distributed.find_device("auto").type
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"{name!r}: memory is predicted for cpu and cuda", where="device", hint="use device=cpu")
+    return kind
