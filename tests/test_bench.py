@@ -92,7 +92,8 @@ def test_steps_of_an_unmodified_tool_are_timed_from_its_start_and_it_ends_after_
     cores = sorted(os.sched_getaffinity(0))[:1]
     found = tool_run.run_tool([sys.executable, str(tool)], tmp_path, tmp_path / "caches", 4, cores=cores, timeout_s=300)
     assert len(found["steps_s"]) == 3
-    assert found["first_step_s"] > 0.3 > max(found["steps_s"])  # importing torch comes before the first one
+    assert found["first_step_s"] > max(found["steps_s"])  # importing torch comes before the first one
+    assert found["first_step_processor_s"] > 0.3
     assert found["peak_mib"] > 64
     assert (found["threads"], found["optimizer"], found["fused"]) == (1, "AdamW", True)
     assert (tmp_path / "output.txt").read_text().count("step") == 3  # the fourth ended it before it could say so

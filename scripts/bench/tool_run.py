@@ -29,10 +29,15 @@ def run_tool(
     """Runs `command` on these cores until its optimizer has made `steps` steps.
 
     `work` is an empty folder for what this run writes, `caches` one for temporary files and caches, which an earlier
-    run may have filled. Returns `first_step_s` (from the start
-    of the process to the end of its first optimizer step), `steps_s` (from each step's end to the next one's, so the
-    first step is not in it), `peak_mib` (the largest resident set of any process of the run, until the last step's
-    end), `threads`, `torch`, `optimizer`, `fused`. Raises ToolFailedError.
+    run may have filled. Returns
+
+    - `first_step_s`: from the start of the process to the end of its first optimizer step;
+      `first_step_processor_s`: the processor's time by then, without compiling workers that have not ended;
+    - `steps_s`: from each step's end to the next one's, so the first step is not in it;
+    - `peak_mib`: the largest resident set of any process of the run, until the last step's end;
+    - `threads`, `torch`, `optimizer`, `fused`.
+
+    Raises ToolFailedError.
     """
     record = work / "record"
     record.mkdir()
@@ -53,6 +58,7 @@ def run_tool(
     ends = [line["end"] for line in lines]
     return {
         "first_step_s": round(ends[0] - started, 3),
+        "first_step_processor_s": round(lines[0]["processor_s"], 2),
         "steps_s": [round(after - before, 4) for before, after in pairwise(ends)],
         "peak_mib": round(max(largest_kib / 1024, lines[-1]["resident_mib"]), 1),
         **{key: lines[0][key] for key in ("threads", "torch", "optimizer", "fused")},

@@ -1,10 +1,11 @@
 """Watches the optimizer of an unmodified tool: Python reads this file at the start of every process of a measured run.
 
 `OPTUNE_BENCH_RECORD` names a folder; the process whose optimizer steps writes `PID.jsonl` there, a line for each
-training step: when it was over (`time.monotonic`, one clock for all processes) and the process's largest resident set
-until then. torch calls the hook after every `Optimizer.step`. A training step is over when each parameter has been
-stepped once, whether by one optimizer or by hundreds (a tool that steps in backward may have one for each parameter).
-After `OPTUNE_BENCH_STEPS` steps the process ends: what a tool does after its last step is not measured.
+training step: when it was over (`time.monotonic`, one clock for all processes), the processor's time of this process
+and its ended children until then, and the process's largest resident set. torch calls the hook after every
+`Optimizer.step`. A training step is over when each parameter has been stepped once, whether by one optimizer or by
+hundreds (a tool that steps in backward may have one for each parameter). After `OPTUNE_BENCH_STEPS` steps the process
+ends: what a tool does after its last step is not measured.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Recorder:
         self.record, self.wanted = record, wanted
         self.stepped: set[int] = set()
         self.steps = self.calls = self.calls_a_step = 0
-        self.last = 0.0
+        self.last = self.processor_s = 0.0
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        now = time.monotonic()
+        now, processor_s = time.monotonic(), sum(os.times()[:4])
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if max((parameter.numel() for parameter in parameters), default=0) <= TRIAL_SIZE:
             return
@@ -51,7 +52,7 @@ class Recorder:
                 optimizer
             )  # The one before: only the next step's first call tells, while the count is unknown.
         self.stepped.update(map(id, parameters))
-        self.last = now
+        self.last, self.processor_s = now, processor_s
         self.calls += 1
         if self.calls == self.calls_a_step:
             self.end_step(optimizer)
@@ -62,7 +63,8 @@ class Recorder:
         self.steps += 1
         self.calls_a_step, self.calls = self.calls, 0
         self.stepped.clear()
-        line = {"step": self.steps, "end": self.last, "resident_mib": largest_resident_mib()}
+        line = {"step": self.steps, "end": self.last, "processor_s": self.processor_s}
+        line |= {"resident_mib": largest_resident_mib()}
         if self.steps == 1:
             torch = sys.modules["torch"]
             line |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
