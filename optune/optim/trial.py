@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TRIAL_SIZE = 8
 """Dimensions of the stand-ins are cut to this."""
+LOW_BIT_SIZE = 128
+"""Smaller parameters have state of full precision."""
 
 
 def try_optimizer(
@@ -37,8 +39,8 @@ def try_optimizer(
 
     `outline` has the names, ranks and dtypes of the model to come, and may lie on the meta device; `device` is where
     its parameters will lie, `mesh` what they will be spread over. What only a step finds out is found here:
-    `capturable` on the CPU, an optimizer that wants sparse gradients or cannot step shards. Raises `ConfigError` as
-    `build_optimizer` does, and for whatever goes wrong in the step.
+    `capturable` on the CPU, an optimizer that wants sparse gradients or cannot step shards, state that cannot be
+    divided. Raises `ConfigError` as `build_optimizer` does, and for whatever goes wrong in the step.
     """
     trained = [(name, parameter) for name, parameter in outline.named_parameters() if parameter.requires_grad]
     values = [
@@ -76,6 +78,26 @@ def try_optimizer(
                 where="optimizer",
                 hint=_advise(settings, parameter_groups),
             ) from error
+        if mesh is not None:
+            _refuse_low_bit_state(factory, settings)
+
+
+def _refuse_low_bit_state(factory: Callable[..., Optimizer], settings: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` where the state of a parameter is a tensor made of others, as torchao's is."""
+    if factory.__module__.partition(".")[0] != "torchao":
+        return
+    probe = nn.Parameter(torch.zeros(LOW_BIT_SIZE, LOW_BIT_SIZE))
+    probe.grad = torch.zeros_like(probe)
+    optimizer = factory([probe], **settings)
+    optimizer.step()
+    if any(hasattr(value, "__tensor_flatten__") for value in optimizer.state[probe].values()):
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps low-bit state, which is not divided among processes: which values share "
+            "a scale depends on where a parameter is cut, so a checkpoint would fit one layout alone",
+            where="optimizer._target_",
+            hint="use torch.optim.AdamW; or whole weights: one process without parallel.offload, or "
+            "optimizer_step=immediate",
+        )
 
 
 def _advise(settings: Mapping[str, Any], parameter_groups: Sequence[Mapping[str, Any]]) -> str:
