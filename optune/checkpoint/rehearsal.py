@@ -24,9 +24,8 @@ from optune.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_PROBE_SHAPE = (16, 16)
-_LOW_BIT_SHAPE = (128, 128)
-"""Smaller parameters have state of full precision."""
+_PROBE_SHAPE = (128, 128)
+"""The state of much smaller parameters has full precision also where an optimizer's is low-bit."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def rehearse(
     A run must not die at its first save, hours from here. One that goes on from the checkpoint `resume_from` has saved
     before: nothing is written then, and the new ones will be as large as that.
 
-    State that the optimizer makes at its first step is estimated from a step on a parameter of 256 values. `saves` is
+    State that the optimizer makes at its first step is estimated from a step on a small parameter. `saves` is
     how many checkpoints the run will write; the most that stand side by side are `keep_last`, one more while it is
     written, and the best. The result in `model/` shares the last one's weights.
 
@@ -184,7 +183,9 @@ def _step_copy(
     settings = {key: value for key, value in group.items() if key not in ("params", "param_names", "fused")}
     settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
     copy = cast(Any, type(optimizer))([{**settings, "params": [probe]}])
-    copy.step()
+    # torchao's would be compiled, which takes longer than the rehearsal.
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        copy.step()
     return copy
 
 
@@ -195,9 +196,8 @@ def _refuse_divided_low_bit(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         if any(shards.is_sharded(parameter) for parameter in group["params"]):
-            probe = torch.nn.Parameter(torch.zeros(_LOW_BIT_SHAPE))
-            with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
-                state = _step_copy(optimizer, group, probe).state[probe]
+            probe = torch.nn.Parameter(torch.zeros(_PROBE_SHAPE))
+            state = _step_copy(optimizer, group, probe).state[probe]
             if any(hasattr(value, "__tensor_flatten__") for value in state.values()):
                 raise ConfigError(
                     f"{type(optimizer).__name__} keeps low-bit state, which is not divided among processes",

@@ -118,3 +118,18 @@ def test_a_writer_that_fails_is_told_before_the_first_step(tmp_path: Path) -> No
         checkpoint.rehearse(
             tmp_path, write_model=fail, optimizer=runs.adamw(model), named_parameters=model.named_parameters()
         )
+
+
+def test_low_bit_state_is_predicted_as_small_as_it_is_and_nothing_is_compiled() -> None:
+    low_bit = pytest.importorskip("torchao.optim")
+    weight = torch.nn.Parameter(torch.zeros(512, 512))
+    optimizer = low_bit.AdamW8bit([weight], lr=0.01)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    predicted = estimate_state_bytes(optimizer)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    weight.grad = torch.ones_like(weight)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    parts = [getattr(value, part) for value in optimizer.state[weight].values() for part in ("codes", "scale", "qmap")
+             if hasattr(value, part)]  # fmt: skip
+    assert predicted == pytest.approx(sum(part.nbytes for part in parts), rel=0.1)
