@@ -26,10 +26,7 @@ from optune.data.rows import Rows
 from optune.errors import DataError
 
 _MOST = 32
-_START = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # the starter says when it ends
-    "sys.path = {path!r}; from optune.data.workers import main; main()"
-)
+_START = "import sys; sys.path = {path!r}; from optune.data.workers import main; main()"
 
 Task = dict[str, Any]
 """Keywords of `RowEncoder.encode`."""
@@ -50,6 +47,17 @@ def encode_here(encoder: RowEncoder, task: Task) -> Result:
         chunk = encoder.encode(**task)
         rows, chunk.rows = Rows(chunk.rows), []
     return chunk, rows
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """A process that is started meanwhile never sees Ctrl-C, not even while Python begins: its starter says when it
+    ends. One that comes meanwhile reaches this process afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -84,9 +92,10 @@ class Workers:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="encode")
         try:
             for _ in range(count):
-                process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=1 << 16
-                )
+                with _deaf_to_interrupts():
+                    process = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=1 << 16
+                    )
                 self._processes.append(process)
                 self._free.put(process)
             for process in self._processes:

@@ -169,7 +169,6 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, to_all: bool) -> 
         while len(children) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
             children = psutil.Process(process.pid).children()
-        time.sleep(0.3)
         if to_all:
             os.killpg(process.pid, signal.SIGINT)
         else:
