@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Checks on a CUDA device what the tests can only check the logic of: python scripts/check_gpu.py
 
-- every stash policy ends bitwise where the update after backward ends;
+- every stash policy ends bitwise where the update after backward ends, and rounding by chance is that of a CPU;
 - `cpu` moves gradients to pinned host memory, and it, `alias` and unclipped in-backward lower the peak;
 - norms do not depend on the grouping of gradients; Gram norms in low precision are right;
 - state saved by another implementation is placed where the fused step needs it;
@@ -33,6 +33,7 @@ from optune.loss import next_token_loss
 from optune.models.families import read_config
 from optune.models.offloading import CudaCopies, Offloading
 from optune.optim.norms import parameter_norms
+from optune.optim.rounding import Rounding, draw, round_
 from optune.optim.stash.factors import LinearFactors, gram_norms
 from optune.train import train_step
 from optune.types import Microbatch
@@ -65,8 +66,9 @@ class Stack(nn.Module):
 
 
 def build(model: nn.Module, when: str, masters: str = "none", **settings: Any) -> tuple[Any, Any]:
+    keep = {"update_rounding": masters} if masters == "stochastic" else {"master_weights": masters}
     optimizer = optim.build_optimizer(
-        model.named_parameters(), factory=torch.optim.AdamW, settings={"lr": 1e-3}, master_weights=masters
+        model.named_parameters(), factory=torch.optim.AdamW, settings={"lr": 1e-3}, **keep
     )
     return optimizer, optim.build_stepper(model, optimizer, when=when, **settings)
 
@@ -84,10 +86,11 @@ def train(model: nn.Module, stepper: Any, rows: list[Tensor], microbatches: int 
 
 
 def check_policies_are_bitwise(device: torch.device, scale: int = 1) -> str:
-    """Weights, state and norms after three clipped steps, for fp32, and for bf16 with fp32 masters."""
+    """Weights, state and norms after three clipped steps, for fp32, for bf16 with masters and rounded by chance."""
     cases = [
         (torch.float32, "none", ("hold", "cpu", "two_pass")),
         (torch.bfloat16, "fp32", ("hold", "cpu", "two_pass", "alias")),
+        (torch.bfloat16, "stochastic", ("hold", "cpu", "two_pass")),
     ]
     for dtype, masters, policies in cases:
         rows = [torch.randn(64, WIDTH // scale, device=device).to(dtype) for _ in range(3)]
@@ -105,7 +108,22 @@ def check_policies_are_bitwise(device: torch.device, scale: int = 1) -> str:
             assert stats == expected_stats, f"{policy} ({dtype}): {stats} instead of {expected_stats}"
             same = all(torch.equal(left, right) for left, right in zip(expected, got, strict=True))
             assert same, f"{policy} ({dtype}): weights or state differ"
-    return "fp32 and bf16 with masters"
+    return "fp32, bf16 with masters, and bf16 rounded stochastically"
+
+
+def check_rounding(device: torch.device) -> str:
+    """Random bits, and what is rounded by them, are those of a CPU; NaN of a GPU's making stays NaN."""
+    values = torch.randn(2**18 + 1, generator=torch.Generator().manual_seed(0))
+    values[:1000] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    outcomes = []
+    for where in (torch.device("cpu"), device):
+        rounded = values.to(where, copy=True)
+        for first, bits in draw(rounded, Rounding("weight", 0).keys(3)):
+            round_(rounded[first : first + len(bits)], bits)
+        outcomes.append(rounded.cpu())
+    assert all(bool(rounded[:1000].isnan().all()) for rounded in outcomes), "NaN became a number"
+    assert torch.equal(outcomes[0][1000:], outcomes[1][1000:]), "the device rounds otherwise than the CPU"
+    return f"{len(values):,} numbers"
 
 
 def measure_peak(
@@ -353,6 +371,7 @@ def check_quantized_base(device: torch.device) -> str:
 
 CHECKS: list[Callable[[torch.device], str]] = [
     check_policies_are_bitwise,
+    check_rounding,
     check_norms,
     check_gram_norms,
     check_state_is_placed,

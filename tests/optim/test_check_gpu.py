@@ -32,6 +32,7 @@ def test_without_cuda_it_says_so_and_returns_2(script: ModuleType, capsys: pytes
 def test_its_checks_of_logic_hold_on_the_cpu(script: ModuleType) -> None:
     cpu = torch.device("cpu")
     script.check_policies_are_bitwise(cpu, scale=32)
+    script.check_rounding(cpu)
     script.check_gram_norms(cpu)
     script.check_state_is_placed(cpu)
     script.check_offload(cpu, scale=16)
