@@ -44,7 +44,7 @@ def lora_linear(
 
 def frozen_linear(input_NI: Tensor, weight: Packed, shape: torch.Size, bias: Tensor | None) -> Tensor:
     """`x Wᵀ + b` in the dtype of x for a W of `shape` O×I in NF4, which gets no gradient. Autograd keeps the codes."""
-    return _FrozenLinear.apply(input_NI, bias, shape, *weight)  # type: ignore[no-any-return]
+    return _frozen_forward(input_NI, list(weight), list(shape), bias)
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -76,21 +76,6 @@ class _LoraLinear(torch.autograd.Function):
         )  # fmt: skip
         given = [grad if is_wanted else None for grad, is_wanted in zip(made, wanted, strict=True)]
         return *given, *([None] * (4 + len(weight)))
-
-
-class _FrozenLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input_NI: Tensor, bias: Tensor | None, shape: torch.Size, *weight: Tensor) -> Tensor:
-        ctx.save_for_backward(*weight)
-        ctx.shape = shape
-        return _frozen_forward(input_NI, weight, list(shape), bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        weight = ctx.saved_tensors
-        grad_NI = _frozen_backward(grads[0], weight, list(ctx.shape)) if ctx.needs_input_grad[0] else None
-        return grad_NI, None, None, *([None] * len(weight))
 
 
 @torch.library.custom_op("optune::lora_forward", mutates_args=())
@@ -153,6 +138,19 @@ def _frozen_forward(input_NI: Tensor, weight: Sequence[Tensor], shape: Sequence[
 @torch.library.custom_op("optune::frozen_backward", mutates_args=())
 def _frozen_backward(grad_NO: Tensor, weight: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return grad_NO @ _weight(weight, shape, grad_NO.dtype)
+
+
+def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, weight, ctx.shape, _ = inputs
+    ctx.save_for_backward(*weight)
+
+
+def _differentiate_frozen(ctx: Any, grad_NO: Tensor) -> tuple[Any, ...]:
+    weight = list(ctx.saved_tensors)
+    return _frozen_backward(grad_NO, weight, ctx.shape), [None] * len(weight), None, None
+
+
+_frozen_forward.register_autograd(_differentiate_frozen, setup_context=_keep_codes)
 
 
 @_lora_forward.register_fake

@@ -189,15 +189,16 @@ def test_frozen_products_make_no_weight_gradient(tmp_path: Path, monkeypatch: py
     assert torch.equal(x.grad, torch.ones(5, 48) @ layer.weight.unpack())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("when", ["in_backward", "immediate"])
+@pytest.mark.parametrize("when", ["in_backward", "immediate", "exact"])
 def test_every_way_to_step_trains_as_over_the_plain_base_with_the_same_values(tmp_path: Path, when: str) -> None:
     base = fixtures.write_model(tmp_path)
     model = quantized(base, dropout=0.2)
     plain = unquantized(model, base, dropout=0.2)
     for each in (model, plain):
         optimizer = torch.optim.AdamW(lora.trainable(each).values(), lr=1e-2)
-        clip = {} if when == "immediate" else {"max_grad_norm": 0.1}
-        stepper = optim.build_stepper(each, optimizer, when=when, **clip)  # type: ignore[arg-type]
+        more: dict[str, Any] = {"variant": "exact"} if when == "exact" else {}
+        more |= {"when": "immediate"} if when != "in_backward" else {"when": when, "max_grad_norm": 0.1}
+        stepper = optim.build_stepper(each, optimizer, **more)
         for step in range(3):
             for pass_index in range(stepper.passes):
                 torch.manual_seed(step)

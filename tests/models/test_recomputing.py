@@ -179,6 +179,7 @@ MODES = {
     "two_pass": {"when": "in_backward", "stash": "two_pass", "max_grad_norm": 0.1},
     "unclipped": {"when": "in_backward"},
     "immediate": {"when": "immediate"},
+    "exact": {"when": "immediate", "variant": "exact"},
 }
 
 
@@ -190,7 +191,7 @@ def test_every_way_to_step_gives_the_weights_of_no_checkpointing(tmp_path: Path,
         model = load(tmp_path, kind, adapters=adapters)
         optimizer = optim.build_optimizer(model.named_parameters(), factory=torch.optim.AdamW, settings={"lr": 1e-2})
         stepper = optim.build_stepper(model, optimizer, **MODES[mode])  # type: ignore[arg-type]
-        counts = (1,) if mode == "immediate" else (1, 2)
+        counts = (1,) if mode in ("immediate", "exact") else (1, 2)
         losses = [
             train.train_step(
                 model, next_token_loss, stepper, [microbatch(i, packed=True) for i in range(count)], seed=0, step=step
