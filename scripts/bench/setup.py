@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=default_folder())
     options = parser.parse_args()
     folder = options.folder.absolute()
+    os.environ.setdefault("OPTUNE_PYTHON", sys.executable)  # for scripts/get_smollm2
     for tool in PACKAGES:
         make_environment(folder, tool)
     make_model(folder)
