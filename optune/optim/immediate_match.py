@@ -24,7 +24,7 @@ NOTHING: Any = object()
 
 def match(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Matched | None:
     """The closed form for a call and its tensors in the rule's order; None where there is none."""
-    entry = _MATCHERS.get(function)
+    entry = _OWN.get(str(function)) if isinstance(function, _OPERATION) else _MATCHERS.get(function)
     if entry is None:
         return None
     names, defaults, build = entry
@@ -95,6 +95,10 @@ def _rms_norm(bound: Arguments) -> Matched | None:
     return rules.RMSNorm(tuple(bound["normalized_shape"]), eps), [x, bound["weight"]]
 
 
+def _decoder_norm(bound: Arguments) -> Matched | None:
+    return rules.DecoderNorm(bound["eps"]), [bound["hidden"], bound["weight_D"]]
+
+
 def _layer_norm(bound: Arguments) -> Matched | None:
     tensors = [bound["input"], bound["weight"], bound["bias"]]
     if len({tensor.dtype for tensor in tensors if tensor is not None}) > 1:
@@ -137,6 +141,12 @@ _MULTIPLY = _entry("a b", _multiply)
 _RMS_NORM = _entry("input normalized_shape weight eps", _rms_norm, weight=None, eps=None)
 _LAYER_NORM = {"weight": None, "bias": None, "eps": 1e-5}
 _EMBEDDING = {"padding_idx": None, "scale_grad_by_freq": False, "sparse": False}
+
+_OPERATION = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OWN: dict[str, _Entry] = {
+    name: _entry("hidden weight_D eps", _decoder_norm) for name in ("optune.rms_norm", "optune.rms_norm.default")
+}
+"""Operations of optune's, by name: they exist only where the part of the library is loaded that makes them."""
 
 _MATCHERS: dict[Callable[..., Any], _Entry] = {
     F.linear: _LINEAR,

@@ -245,6 +245,21 @@ class RMSNorm:
 
 
 @dataclass
+class DecoderNorm:
+    """The decoder's RMSNorm, one operation of `optune.models.fused` with another for its gradients."""
+
+    eps: float
+    keeps_inputs: bool = True
+
+    def run(self, tensors: Tensors) -> tuple[Any, list[Tensor]]:
+        return torch.ops.optune.rms_norm(*tensors, self.eps), []
+
+    def gradients(self, tensors: Tensors, kept: Sequence[Tensor], grads: Tensors, wanted: Sequence[bool]) -> Gradients:
+        made = torch.ops.optune.rms_norm_backward(grads[0], *tensors, self.eps, wanted[1])
+        return [grad if asked else None for grad, asked in zip(made, wanted, strict=True)]
+
+
+@dataclass
 class LayerNorm:
     """y = (x − mean) / deviation ⊙ w + b over the last dimensions, by torch's own kernels."""
 
