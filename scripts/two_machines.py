@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from optune import checkpoint, files  # noqa: E402
-from tests import fixtures  # noqa: E402
+from tests import fixtures, forked  # noqa: E402
 from tune_cli.machines import GLOO_INTERFACE  # noqa: E402
 
 NAMESPACES = Path("/etc/netns")
@@ -60,7 +60,8 @@ device: cpu
 class Network:
     """Two namespaces and the cable between them; a context manager that takes them away again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_forked: bool = False) -> None:
+        self._is_forked = is_forked
         self.names = [f"optune-{os.getpid()}-{side}" for side in "ab"]
         self._ends = [f"ot{os.getpid() % 100000}{side}" for side in "ab"]
 
@@ -83,6 +84,11 @@ class Network:
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
             shutil.rmtree(NAMESPACES / name, ignore_errors=True)
+
+    def get_python(self, name: str) -> list[str]:
+        """The words that run Python on a machine."""
+        enter = ["ip", "netns", "exec", name]
+        return [forked.python(*enter)] if self._is_forked else [*enter, sys.executable]
 
     def cut(self) -> None:
         call("ip", "-n", self.names[0], "link", "set", self._ends[0], "down")
@@ -109,17 +115,16 @@ def are_allowed() -> str:
 
 
 class Machine:
-    """One launcher, in a namespace or here, with its words in a file."""
+    """One launcher, run by the words `python`, with its words in a file."""
 
-    def __init__(self, folder: Path, log: str, launch: list[str], words: list[str], namespace: str | None) -> None:
-        prefix = ["ip", "netns", "exec", namespace] if namespace else []
+    def __init__(self, folder: Path, log: str, launch: list[str], words: list[str], python: list[str]) -> None:
         self.log = folder / log
         # A machine finds its own interface; that of whoever runs this, perhaps loopback, is none of its own.
         kept = {name: value for name, value in os.environ.items() if name != GLOO_INTERFACE}
         environment = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "tune_cli.main", "run", *launch, "full_finetune", *words],
+                [*python, "-m", "tune_cli.main", "run", *launch, "full_finetune", *words],
                 cwd=folder, stdout=output, stderr=output, env=environment,
             )  # fmt: skip
 
@@ -145,7 +150,9 @@ def start_both(folder: Path, network: Network, name: str, words: list[str], firs
     """The same command on both machines; `first` names the first one."""
     launch = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", name]
     launch += ["--rdzv-endpoint", f"{first}:29500"]
-    return [Machine(folder, f"{name}-{space[-1]}.log", launch, words, space) for space in network.names]
+    return [
+        Machine(folder, f"{name}-{space[-1]}.log", launch, words, network.get_python(space)) for space in network.names
+    ]
 
 
 def read_end(run_dir: Path) -> dict[str, Any]:
@@ -197,15 +204,17 @@ def cut_and_go_on(folder: Path, network: Network, words: list[str], bound_s: flo
     return seen
 
 
-def main(folder: Path, steps: int, bound_s: float, limit_s: float, *, is_quick: bool) -> int:
+def main(folder: Path, steps: int, bound_s: float, limit_s: float, *, is_quick: bool, is_forked: bool) -> int:
     fixtures.write_model(folder / "m0")
     fixtures.write_rows(folder / "train.jsonl", fixtures.numbered_rows(12))
     (folder / "config.yaml").write_text(CONFIG)
     words = ["--config", "config.yaml", f"max_steps={steps}"]
     seen: dict[str, Any] = {}
-    straight = Machine(folder, "straight.log", ["--nproc-per-node", "2"], [*words, "output_dir=straight"], None)
+    straight = Machine(
+        folder, "straight.log", ["--nproc-per-node", "2"], [*words, "output_dir=straight"], [forked.python()]
+    )
     seen["straight"] = straight.wait(limit_s)
-    with Network() as network:
+    with Network(is_forked=is_forked) as network:
         both = [] if is_quick else start_both(folder, network, "two", [*words, "output_dir=two"])
         seen["two machines"] = [machine.wait(limit_s) for machine in both]
         seen["cut"] = cut_and_go_on(folder, network, words, bound_s, limit_s)
@@ -229,14 +238,17 @@ if __name__ == "__main__":
     parser.add_argument(
         "--quick", action="store_true", help="leave out the run of two machines that nothing happens to"
     )
+    parser.add_argument(
+        "--forked", action="store_true", help="fork what runs on a machine from one process there, to spare time"
+    )
     parser.add_argument("--folder", type=Path, help="where the runs live, and stay")
     options = parser.parse_args()
     if why := are_allowed():
         print(f"network namespaces are not allowed here: {why}", file=sys.stderr)
         sys.exit(NOT_ALLOWED)
+    kinds = {"is_quick": options.quick, "is_forked": options.forked}
     if options.folder:
         options.folder.mkdir(parents=True)
-        folder = options.folder.absolute()
-        sys.exit(main(folder, options.steps, options.bound, options.limit, is_quick=options.quick))
+        sys.exit(main(options.folder.absolute(), options.steps, options.bound, options.limit, **kinds))
     with tempfile.TemporaryDirectory() as temporary:
-        sys.exit(main(Path(temporary), options.steps, options.bound, options.limit, is_quick=options.quick))
+        sys.exit(main(Path(temporary), options.steps, options.bound, options.limit, **kinds))

@@ -33,19 +33,23 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+FORKED = "OPTUNE_FORKED_FROM"
 DIED = 1000
 """What a reply adds to the number of a signal that a process died of."""
 
 
 @functools.cache
-def python() -> str:
-    """The path of the program. Its server is started by the first call, and ends with this process."""
+def python(*prefix: str) -> str:
+    """The path of the program. Its server is started by the first call, after the words `prefix` (as `ip netns exec
+    NAME`), and ends with this process. What is forked itself uses the server that it came from."""
+    if not prefix and FORKED in os.environ:
+        return os.environ[FORKED]
     folder = tempfile.TemporaryDirectory(prefix="optune-forks-")
     program, address = Path(folder.name) / "python", Path(folder.name) / "socket"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" --client "{address}" "$@"\n')
+    program.write_text(f'#!/bin/sh\n{FORKED}="$0" exec "{sys.executable}" -IS "{__file__}" --client "{address}" "$@"\n')
     program.chmod(0o755)
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked", str(address)],
+        [*prefix, sys.executable, "-m", "tests.forked", str(address)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert server.stdout is not None and server.stdout.readline() == b"ready\n"

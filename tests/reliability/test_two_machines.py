@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 
+from tests import forked
 from tests.recipes.running import ROOT
 from tests.test_scripts import load_script
 
@@ -18,7 +18,8 @@ BOUND_S = 60
 def test_a_cut_line_ends_both_sides_and_the_run_goes_on_as_if_nothing_had_been() -> None:
     if why := load_script("two_machines").are_allowed():
         pytest.skip(f"network namespaces are not allowed here: {why}")
-    command = [sys.executable, str(ROOT / "scripts/two_machines.py"), "--quick", "--bound", str(BOUND_S)]
+    script = str(ROOT / "scripts/two_machines.py")
+    command = [forked.python(), script, "--quick", "--forked", "--steps", "40", "--bound", str(BOUND_S)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     cut = json.loads(done.stdout.splitlines()[-1])["cut"]
