@@ -253,8 +253,9 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 def _count_pairs(shape: Any, documents_BT: Tensor | None, window: int | None) -> int:
     """Scores of all tiles, for a head; of whole rows where the documents are not known."""
     rows, _, length, _ = shape
-    is_known = documents_BT is not None and not isinstance(documents_BT, FakeTensor)
-    lengths = [stop - start for _, start, stop in _segments(documents_BT)] if is_known else [length] * rows
+    lengths = [length] * rows
+    if documents_BT is not None and not isinstance(documents_BT, FakeTensor):
+        lengths = [stop - start for _, start, stop in _segments(documents_BT)]
     like = torch.empty(0)
     return sum(
         (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)

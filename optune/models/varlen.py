@@ -45,10 +45,10 @@ def varlen_attention(
     """Causal attention within each sequence, as (B, N, T, H); a `window` limits a query to that many keys."""
     from torch.nn.attention.varlen import varlen_attn
 
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BNTH, key_BKTH, value_BKTH)]
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BNTH, key_BKTH, value_BKTH))
     starts_S1, longest = sequences.starts_S1, sequences.longest
     out = varlen_attn(
-        *flat, starts_S1, starts_S1, longest, longest,
+        query, key, value, starts_S1, starts_S1, longest, longest,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
     )  # fmt: skip
     assert isinstance(out, Tensor)
