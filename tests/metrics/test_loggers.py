@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
 
 from optune.errors import ConfigError, OptuneError
 from optune.metrics import RunLog, TensorBoard, WandB
@@ -138,13 +141,24 @@ def read_wandb(file: Path) -> tuple[list[dict[str, Any]], str]:
     return lines, run_id
 
 
+def wait_for_wandb(file: Path) -> tuple[list[dict[str, Any]], str]:
+    """As `read_wandb`; a process of wandb's own writes the file, and on a busy machine it comes late."""
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(struct.error, DecodeError):
+            lines, run_id = read_wandb(file)
+            if run_id or time.monotonic() > deadline:
+                return lines, run_id
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
 def test_wandb_offline_holds_every_number_and_goes_on_in_the_same_run(tmp_path: Path, capfd: Any) -> None:
     pytest.importorskip("wandb")
     train(tmp_path, WandB(mode="offline", name="a name", tags=["b"]), 1, 4)
     train(tmp_path, WandB(mode="offline"), 3, 8)
-    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-    (first, first_id), (second, second_id) = map(read_wandb, files)
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))  # their names begin with the time
+    (first, first_id), (second, second_id) = map(wait_for_wandb, files)
     assert first_id == second_id == (tmp_path / "wandb-id.txt").read_text().strip()
     losses = [(line["step"], line["train/loss"]) for line in first if "train/loss" in line]
     assert losses == [(step, 4.0 / step) for step in range(1, 5)]
