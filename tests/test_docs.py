@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GUIDES = [ROOT / "README.md", ROOT / "docs" / "getting_started.md"]
@@ -39,7 +41,7 @@ def clone(tmp_path: Path) -> Path:
     for folder in ("bin", "scripts"):
         (tmp_path / folder).mkdir()
     optune = tmp_path / "bin" / "optune"
-    optune.write_text(f"#!{sys.executable}\nimport sys\nfrom tune_cli.main import main\nsys.exit(main())\n")
+    optune.write_text(f'#!/bin/sh\nexec "{forked.python()}" -m tune_cli.main "$@"\n')
     fetch = tmp_path / "scripts" / "get_smollm2"
     fetch.write_text("#!/bin/sh\nmkdir -p models && cp -r assets/tiny/model models/SmolLM2-135M-Instruct\n")
     for script in (optune, fetch):
