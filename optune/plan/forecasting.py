@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from optune.errors import ConfigError
 from optune.plan.rehearsal import BEGINNING, Task, rehearse
+from optune.plan.without_values import NO_VALUES
 
 PARTS = {
     "weights": "weights",
@@ -65,7 +67,14 @@ class Forecast:
 def forecast(task: Task, *, saved_on_device: bool = False) -> Forecast:
     """What `task` takes. With `saved_on_device` the copies from which checkpoints are written in the background stay in
     the same memory from the first save on (a run on the CPU that saves before its end)."""
-    account, stepping = rehearse(task)
+    try:
+        account, stepping = rehearse(task)
+    except NO_VALUES as error:
+        raise ConfigError(
+            f"memory cannot be predicted so: {_name_operation(error)} needs values, and a plan has none",
+            where="optune plan",
+            hint="an optimizer or a layer of its own kind is the likely cause; plan without it for a lower bound",
+        ) from error
     fullest: dict[str, Counter[str]] = {}
     for (moment, *_), parts in account.items():
         if moment not in fullest or parts.total() > fullest[str(moment)].total():
@@ -78,6 +87,10 @@ def forecast(task: Task, *, saved_on_device: bool = False) -> Forecast:
                 parts["copies"] = copies
     moments = {moment: fullest[moment] for moment in MOMENTS if moment in fullest}
     return Forecast({moment: _in_order(parts) for moment, parts in moments.items()}, stepping)
+
+
+def _name_operation(error: BaseException) -> str:
+    return str(getattr(error, "func", None) or error).partition("\n")[0]
 
 
 def _in_order(parts: Counter[str]) -> dict[str, int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from optune import distributed
 from optune.distributed.pretending import pretend
-from optune.plan import MOMENTS, PARTS, Forecast, forecast
+from optune.errors import ConfigError
+from optune.plan import MOMENTS, PARTS, Forecast, Work, forecast, memory
 from optune.plan.rehearsal import SHALLOW
 from optune.plan.settings import Current, list_settings
 from tests.plan.real_steps import Case, make_config, make_task, measure
@@ -91,6 +93,12 @@ def test_each_of_several_processes_needs_what_torchs_allocator_gives_out_there()
         assert peak_of_step(found) == pytest.approx(measured.allocator, rel=TOLERANCE)
         assert found.moments["step"]["optimizer"] == pytest.approx(alone.moments["step"]["optimizer"] / count, rel=0.01)
         assert found.moments["backward"]["gathered"] > 0
+        work = Work(2, 128, weight_bytes=4, masters=False)
+        said = memory(make_config("wide"), processes.layout, work)
+        assert found.moments["load"]["weights"] == said.weights
+        assert found.moments["step"]["gradients"] == said.gradients
+        assert found.moments["step"]["optimizer"] == pytest.approx(said.optimizer, rel=0.01)
+        assert found.peak < said.total  # which adds up what is not there at one time
 
 
 def test_rehearsal_leaves_random_numbers_and_defaults_of_torch_as_they_were() -> None:
@@ -99,6 +107,26 @@ def test_rehearsal_leaves_random_numbers_and_defaults_of_torch_as_they_were() ->
     forecast(make_task(Case("small", "lora.dropout=0.1", recipe="lora_finetune")))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_default_dtype() is torch.float32
+
+
+class Counting(torch.optim.SGD):
+    """What it makes depends on values."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.bincount(torch.zeros(3, dtype=torch.int64))
+        return super().step(closure)
+
+
+def test_what_depends_on_values_is_refused_by_its_name_and_never_guessed() -> None:
+    task = make_task(Case("small"))
+
+    def build(*arguments: Any) -> Any:
+        optimizer, stepper = task.build(*arguments)
+        optimizer.__class__ = Counting
+        return optimizer, stepper
+
+    with pytest.raises(ConfigError, match=r"aten\.bincount\.default needs values"):
+        forecast(replace(task, build=build))
 
 
 def test_settings_are_sorted_by_time_keep_the_rows_of_a_step_and_never_undo_what_is_set() -> None:
