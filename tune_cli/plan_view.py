@@ -58,7 +58,7 @@ def _unit(size: float) -> tuple[int, str]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def _show_moments(forecast: Forecast) -> RenderableType:
