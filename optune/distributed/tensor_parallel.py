@@ -93,6 +93,10 @@ def _compile_apart(model: Any, **options: Any) -> None:
     Otherwise blocks share one store, where plain blocks find each other's code. Blocks that are split do not (each has
     functions of its own as `forward`), and torch gives up after eight entries. Eight for each block is what is left.
     """
+    import torch._functorch.config as storing
+
+    # It cannot store code that holds a mesh, and would say so for every block.
+    storing.enable_autograd_cache = False
     limits: Any = torch._dynamo.config
     needed = len(model.blocks) * limits.recompile_limit
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, needed)
