@@ -21,7 +21,7 @@ IN_BACKWARD = "optimizer_step=in_backward activation_checkpointing=block"
 
 CASES = [
     Case("small", share=0.4),
-    Case("deep", "model.dtype=bf16 activation_checkpointing=selective"),
+    Case("wide", "model.dtype=bf16 activation_checkpointing=selective"),
     Case("windows", "gradient_accumulation_steps=4", length=96),
     Case("small", "data.packing=true optimizer._target_=torch.optim.SGD"),
     Case("small", f"{IN_BACKWARD} max_grad_norm=null"),
