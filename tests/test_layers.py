@@ -32,7 +32,7 @@ ALLOWED = {
     "config": {"errors"},
     "passes": BASE | {"loss", "optim"},
     "export": BASE | {"models", "lora"},
-    "plan": BASE | {"distributed", "loss", "models", "optim", "train"},
+    "plan": BASE | {"distributed", "lora", "loss", "models", "optim", "train"},
     "run_folder": BASE | {"folder_lock"},
     "resuming": BASE | {"checkpoint", "optim"},
     "session": BASE
