@@ -104,15 +104,15 @@ class Planner:
         from optune.distributed.pretending import pretend
 
         layout = asdict(self._cfg.parallel)
-        if count is None:
-            count = layout["replicate"] * layout["tensor"] * (1 if layout["shard"] == "auto" else layout["shard"])
+        shard = 1 if layout["shard"] == "auto" else int(layout["shard"])
+        count = count or int(layout["replicate"] * layout["tensor"] * shard)
         keep_whole = optim.why_whole(self._cfg.optimizer_step)
         if count == 1:
             with distributed.start("cpu", **layout, keep_whole=keep_whole) as self._processes:
                 yield
             return
         with pretend(count), distributed.start("cpu", **layout, keep_whole=keep_whole) as self._processes:
-            distributed.check_model(self._config, self._processes.layout, compiles=self._cfg.compile)
+            distributed.check_model(self._config, self._processes.layout)
             yield
 
     def _plan(self) -> Result:

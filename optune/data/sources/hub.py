@@ -79,11 +79,12 @@ def _quietly(*, is_offline: bool) -> Iterator[None]:
     """The libraries without their warnings, without bars where nobody sees them, and offline where that is known."""
     import datasets
     import huggingface_hub
+    from datasets import config as datasets_config
     from datasets.utils import logging as datasets_logging
     from huggingface_hub.utils import logging as hub_logging
 
     loggers = [(logging, logging.get_verbosity()) for logging in (datasets_logging, hub_logging)]
-    switches = [(datasets.config, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE")]
+    switches = [(datasets_config, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE")]
     before = [getattr(module, name) for module, name in switches]
     had_bars = datasets.are_progress_bars_disabled() is False
     try:
