@@ -30,6 +30,9 @@ from optune.plan.without_values import answering, give_memory, make_answers, mak
 from optune.types import IGNORE, Microbatch, MicrobatchShape
 
 SHALLOW = 2
+"""Blocks that are rehearsed, and with one more; the deeper model follows from both."""
+SHALLOW_DIVIDED = 4
+"""The same for a model in shards, where blocks are gathered ahead of their turn."""
 _MIDDLE = "middle"
 BEGINNING = ("forward", "state", "first")
 """Everything that stays is there, and nothing else."""
@@ -83,11 +86,12 @@ def _rehearse_microbatches(task: Task, *, is_factored: bool) -> Account:
 
 
 def _rehearse_depth(task: Task) -> Account:
-    if task.layers <= SHALLOW + 1 or not task.alike:
+    shallow = SHALLOW if task.processes.world_size == 1 else SHALLOW_DIVIDED
+    if task.layers <= shallow + 1 or not task.alike:
         return _watch(task, task.layers)
     # A validation keeps nothing of a block for the next one: all that a deeper model adds is there at its beginning.
-    less, more = _watch(task, SHALLOW), _watch(replace(task, validation=None), SHALLOW + 1)
-    added = task.layers - SHALLOW
+    less, more = _watch(task, shallow), _watch(replace(task, validation=None), shallow + 1)
+    added = task.layers - shallow
     account = {key: _add(less[key], less[key], more[key], added) for key in less if key in more}
     begun = (less[BEGINNING], more[BEGINNING])
     account |= {key: _add(less[key], *begun, added) for key in less if key[0] == "validation"}

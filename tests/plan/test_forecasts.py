@@ -12,7 +12,7 @@ from optune import distributed
 from optune.distributed.pretending import pretend
 from optune.errors import ConfigError
 from optune.plan import MOMENTS, PARTS, Forecast, Work, forecast, memory
-from optune.plan.rehearsal import SHALLOW
+from optune.plan.rehearsal import SHALLOW, SHALLOW_DIVIDED
 from optune.plan.settings import Current, list_settings
 from tests.plan.real_steps import Case, make_config, make_task, measure
 
@@ -99,6 +99,17 @@ def test_each_of_several_processes_needs_what_torchs_allocator_gives_out_there()
         assert found.moments["step"]["gradients"] == said.gradients
         assert found.moments["step"]["optimizer"] == pytest.approx(said.optimizer, rel=0.01)
         assert found.peak < said.total  # which adds up what is not there at one time
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_a_deep_model_in_shards_is_predicted_from_a_shallow_one() -> None:
+    with pretend(2), distributed.start("cpu") as processes:
+        task = replace(make_task(Case("deep")), processes=processes)
+        assert task.layers > SHALLOW_DIVIDED + 1
+        found = forecast(task)
+        assert found.moments == forecast(replace(task, alike=False)).moments
+        assert peak_of_step(found) == pytest.approx(measure(task, allocator=True).allocator, rel=TOLERANCE)
 
 
 def test_rehearsal_leaves_random_numbers_and_defaults_of_torch_as_they_were() -> None:
