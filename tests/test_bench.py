@@ -19,6 +19,9 @@ from scripts.bench import contestants, flops, goals, report, roofline, scaling, 
 from scripts.bench.peers import take_turns
 from tune_cli.recipes import load_recipe
 
+# Other tests of the same process may have loaded JAX, which warns of every fork.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = {
     "vocab_size": 128, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -88,8 +88,7 @@ def _show_peak(result: Result) -> RenderableType:
     head = Text.assemble(
         ("peak ", "bold"),
         (format_size(forecast.peak), "bold"),
-        f" in {forecast.fullest}, and about {format_size(result.overhead)} for ",
-        "Python and torch" if result.device == "cpu" else "CUDA's context",
+        f" in {forecast.fullest}, and about {format_size(result.overhead)} for {_overhead_of(result)}",
     )
     whole = max(memory or 0, forecast.peak + result.overhead)
     bar, done = Text(), 0.0
@@ -115,22 +114,29 @@ def _show_fits(result: Result) -> RenderableType:
     lines: list[RenderableType] = []
     if result.fits:
         lines.append(Text("trains the same and fits, cheapest first (time: work against the step as set)", "bold"))
-        lines += [_show_fit(fit) for fit in result.fits]
+        lines += [_show_fit(fit, result.overhead) for fit in result.fits]
     elif result.smallest is not None:
         lines.append(Text("no setting that trains the same fits; this one takes least", "bold"))
-        lines.append(_show_fit(result.smallest))
+        lines.append(_show_fit(result.smallest, result.overhead))
     if result.adapters is not None:
         verdict = "fits" if result.is_enough(result.adapters) else "does not fit either"
-        lines.append(
-            Text(f"adapters alone (lora_finetune, same config): {format_size(result.adapters.peak)}, which {verdict}")
-        )
+        size = format_size(result.adapters.peak + result.overhead)
+        lines.append(Text(f"adapters alone ({result.adapters_by}): {size}, which {verdict}"))
+    if lines:
+        lines.append(Text(f"each with {format_size(result.overhead)} for {_overhead_of(result)}", GREY))
     return Group(*lines)
 
 
-def _show_fit(fit: Fit) -> RenderableType:
+def _overhead_of(result: Result) -> str:
+    return "Python and torch" if result.device == "cpu" else "CUDA's context"
+
+
+def _show_fit(fit: Fit, overhead: int) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(justify="right", width=7)
     grid.add_column(justify="right", width=9)
     grid.add_column(overflow="fold")
-    grid.add_row(f"×{fit.setting.time:.2f}", format_size(fit.forecast.peak), Text(" ".join(fit.setting.words), "cyan"))
+    grid.add_row(
+        f"×{fit.setting.time:.2f}", format_size(fit.forecast.peak + overhead), Text(" ".join(fit.setting.words), "cyan")
+    )
     return grid

@@ -43,6 +43,8 @@ class Result:
     fits: list[Fit]
     smallest: Fit | None
     adapters: Forecast | None
+    """What training adapters takes, or adapters over a base in NF4: not the same training, but what may fit."""
+    adapters_by: str
     notes: list[str]
 
     def is_enough(self, forecast: Forecast) -> bool:
@@ -61,7 +63,9 @@ class Result:
             "fits": None if self.memory is None else self.is_enough(self.forecast),
             "settings": [_describe(fit) for fit in self.fits],
             "smallest": None if self.smallest is None else _describe(self.smallest),
-            "lora_finetune_peak_bytes": None if self.adapters is None else self.adapters.peak,
+            "adapters": None
+            if self.adapters is None
+            else {"by": self.adapters_by, "peak_bytes": self.adapters.peak, "fits": self.is_enough(self.adapters)},
             "notes": self.notes,
         }
 
@@ -89,6 +93,7 @@ class Planner:
         self._source = models.resolve(self._cfg.model.path, weights=False)
         self._config = models.check(self._source, weights=False)
         self._device = _find_device(self._cfg.device)
+        self._check_memory()
         self._notes: list[str] = []
         self._processes: Processes | None = None
 
@@ -115,6 +120,18 @@ class Planner:
             distributed.check_model(self._config, self._processes.layout)
             yield
 
+    def _check_memory(self) -> None:
+        from optune import files, plan
+
+        overhead = plan.OVERHEAD[self._device]
+        if self._memory is not None and self._memory <= overhead:
+            raise ConfigError(
+                f"{files.format_bytes(self._memory)} are less than what is taken before any tensor, about "
+                f"{files.format_bytes(overhead)}",
+                where="--memory",
+                hint="give what the machine or the GPU has, such as 24GiB",
+            )
+
     def _plan(self) -> Result:
         from optune import plan
 
@@ -123,12 +140,13 @@ class Planner:
         forecast = self._forecast(self._request.recipe, self._cfg, *shapes)
         result = Result(
             self._summarize(*shapes, forecast.stepping), forecast, self._device, plan.OVERHEAD[self._device],
-            self._memory, [], None, None, self._notes,
+            self._memory, [], None, None, "", self._notes,
         )  # fmt: skip
         if result.is_enough(forecast):
             return result
         fits, smallest = self._search(result, *shapes)
-        return replace(result, fits=fits, smallest=smallest, adapters=self._with_adapters(*shapes))
+        adapters_by, adapters = self._with_adapters(*shapes)
+        return replace(result, fits=fits, smallest=smallest, adapters=adapters, adapters_by=adapters_by)
 
     def _search(
         self, result: Result, shape: MicrobatchShape, validation: MicrobatchShape | None
@@ -166,15 +184,23 @@ class Planner:
         fits = sorted((fit for fit in tried if result.is_enough(fit.forecast)), key=lambda fit: fit.setting.time)
         return fits[:ENOUGH], min(tried, key=lambda fit: fit.forecast.peak, default=None)
 
-    def _with_adapters(self, shape: MicrobatchShape, validation: MicrobatchShape | None) -> Forecast | None:
-        """What the same config takes with `lora_finetune`; None where it is that already, or cannot be."""
-        if hasattr(self._cfg, "lora"):
-            return None
-        recipe = load_recipe("lora_finetune")
+    def _with_adapters(self, shape: MicrobatchShape, validation: MicrobatchShape | None) -> tuple[str, Forecast | None]:
+        """What the same config takes with adapters, or where it trains them already, with their base in NF4; and what
+        to write for that. None where that cannot be, or is so already."""
+        recipe, cfg = self._request.recipe, self._cfg
         try:
-            return self._forecast(recipe, replace(self._request, recipe=recipe).load(), shape, validation)
+            if hasattr(cfg, "lora"):
+                if cfg.lora.quantize_base is not None:
+                    return "", None
+                cfg = _change(cfg, {})
+                cfg.lora.quantize_base = "nf4"
+                return "lora.quantize_base=nf4", self._forecast(recipe, cfg, shape, validation)
+            recipe = load_recipe("lora_finetune")
+            return "lora_finetune, same config", self._forecast(
+                recipe, replace(self._request, recipe=recipe).load(), shape, validation
+            )
         except ConfigError:
-            return None
+            return "", None
 
     def _forecast(
         self, recipe: Recipe, cfg: Any, shape: MicrobatchShape, validation: MicrobatchShape | None
@@ -242,7 +268,9 @@ class Planner:
         parameters = list(model.parameters())
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         whole = plan.count_parameters(self._config)
-        total = max(whole, sum(parameter.numel() for parameter in parameters))
+        total = sum(parameter.numel() for parameter in parameters)
+        if total < whole:  # of a base in NF4, numbers are packed in less
+            total = whole + trained
         count = cfg.gradient_accumulation_steps
         said = "the widest of the first epoch" if self._reads_data else "assumed"
         if not self._reads_data:
@@ -265,6 +293,8 @@ class Planner:
         cfg = self._cfg
         if cfg.compile:
             self._notes.append("compile: the forecast is that of the same step uncompiled; compiled blocks keep less")
+        if str(cfg.optimizer.get("_target_", "")).startswith("torchao."):
+            self._notes.append("torchao: its compiled steps take memory of their own, which is not predicted")
         if cfg.activation_offloading:
             self._notes.append("activation_offloading is not predicted: this is the run without it, which takes more")
         if self._device == "cuda":

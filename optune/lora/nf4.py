@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -102,12 +101,10 @@ def _runs(count: int, at_once: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + at_once, count)) for first in range(0, count, at_once))
 
 
-@cache
 def _values(device: torch.device) -> Tensor:
     return torch.tensor(VALUES, dtype=torch.float32, device=device)
 
 
-@cache
 def _pairs(device: torch.device) -> Tensor:
     """The two weights of each byte of codes, side by side in the bits of one number: so they are found in one go."""
     values = _values(device)

@@ -31,7 +31,7 @@ from optune.types import IGNORE, Microbatch, MicrobatchShape
 
 SHALLOW = 2
 """Blocks that are rehearsed, and with one more; the deeper model follows from both."""
-SHALLOW_DIVIDED = 4
+SHALLOW_DIVIDED = 6
 """The same for a model in shards, where blocks are gathered ahead of their turn."""
 _MIDDLE = "middle"
 BEGINNING = ("forward", "state", "first")

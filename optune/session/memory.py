@@ -41,6 +41,8 @@ class MemoryCheck:
 
     def __init__(self, predict: Predict | None, model: nn.Module, optimizer: Optimizer, device: str) -> None:
         self._predict, self._device = predict, device
+        is_compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+        self._compiles = is_compiled or type(optimizer).__module__.startswith("torchao.")
         held = [*model.parameters(), *model.buffers()]
         held += [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held += [value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")]
@@ -68,4 +70,5 @@ class MemoryCheck:
         if self._device != "cpu":
             return f"{predicted}, measured {files.format_bytes(whole)} (given out by torch's allocator)"
         own = files.format_bytes(max(0, whole - self._before))
-        return f"{predicted}, measured {own} (resident, beyond {files.format_bytes(self._before)} before the model)"
+        beyond = f"resident, beyond {files.format_bytes(self._before)} before the model"
+        return f"{predicted}, measured {own} ({beyond}{', with the compiler' if self._compiles else ''})"

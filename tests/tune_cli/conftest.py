@@ -109,9 +109,18 @@ def optune(folder: Path, capsys: pytest.CaptureFixture[str]) -> Optune:
 @pytest.fixture
 def shell(folder: Path) -> Callable[[str], Result]:
     """A bash line in which `optune` is the command line, as a user types it."""
+    return _make_shell(forked.python())
 
+
+@pytest.fixture
+def fresh_shell(folder: Path) -> Callable[[str], Result]:
+    """The same with a Python of its own, for what depends on how Python itself starts and ends."""
+    return _make_shell(sys.executable)
+
+
+def _make_shell(python: str) -> Callable[[str], Result]:
     def call(line: str) -> Result:
-        program = f'optune() {{ "{forked.python()}" -m tune_cli.main "$@"; }}\nset -o pipefail\n{line}'
+        program = f'optune() {{ "{python}" -m tune_cli.main "$@"; }}\nset -o pipefail\n{line}'
         environment = {key: value for key, value in os.environ.items() if key != messages.DEBUG}
         done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False, env=environment)
         return Result(done.returncode, done.stdout, done.stderr)

@@ -129,22 +129,22 @@ def test_debug_shows_the_traceback_wherever_it_stands(optune: Optune, words: tup
     assert "error: RuntimeError: boom" in result.err
 
 
-def test_terminal_that_is_not_utf8_gets_escapes(shell: Callable[[str], Result]) -> None:
-    result = shell("PYTHONIOENCODING=ascii optune --help")
+def test_terminal_that_is_not_utf8_gets_escapes(fresh_shell: Callable[[str], Result]) -> None:
+    result = fresh_shell("PYTHONIOENCODING=ascii optune --help")
     assert (result.code, result.err) == (0, "")
     assert "[key=value \\u2026]" in result.out
 
 
-def test_closed_stdout_is_no_error(shell: Callable[[str], Result]) -> None:
-    assert shell("optune ls >&-") == Result(0, "", "")
+def test_closed_stdout_is_no_error(fresh_shell: Callable[[str], Result]) -> None:
+    assert fresh_shell("optune ls >&-") == Result(0, "", "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize(
     ("unbuffered", "words"), [("", "standard output: cannot be written: "), ("1", "found no room: ")]
 )
-def test_a_full_disk_behind_stdout_is_one_clear_error(shell, unbuffered: str, words: str) -> None:
-    result = shell(f"PYTHONUNBUFFERED={unbuffered} optune ls > /dev/full")
+def test_a_full_disk_behind_stdout_is_one_clear_error(fresh_shell, unbuffered: str, words: str) -> None:
+    result = fresh_shell(f"PYTHONUNBUFFERED={unbuffered} optune ls > /dev/full")
     assert result.code == 1
     assert result.err.count("error:") == 1
     assert words in result.err
@@ -152,7 +152,7 @@ def test_a_full_disk_behind_stdout_is_one_clear_error(shell, unbuffered: str, wo
     assert "Exception ignored" not in result.err
 
 
-def test_closed_pipe_is_quiet(shell: Callable[[str], Result]) -> None:
-    result = shell("for i in 1 2 3; do optune cat full_finetune; done | true")
+def test_closed_pipe_is_quiet(fresh_shell: Callable[[str], Result]) -> None:
+    result = fresh_shell("for i in 1 2 3; do optune cat full_finetune; done | true")
     assert result.err == ""
     assert result.code in (0, tune_cli.main.PIPE_CLOSED)

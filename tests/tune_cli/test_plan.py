@@ -92,6 +92,22 @@ def test_adapters_are_planned_by_their_recipe(place: Place) -> None:
     assert found["moments"]["step"]["gradients"] < found["moments"]["step"]["weights"] / 2
 
 
+def test_adapters_that_do_not_fit_are_told_of_a_base_in_nf4(place: Place) -> None:
+    found = plan(place, "--memory", "420000000B", "data.max_length=1024", "batch_size=64", recipe="lora_finetune")
+    assert found["fits"] is False
+    assert found["adapters"]["by"] == "lora.quantize_base=nf4"
+    packed = plan(place, "lora.quantize_base=nf4", "data.max_length=1024", "batch_size=64", recipe="lora_finetune")
+    assert packed["peak_bytes"] == pytest.approx(found["adapters"]["peak_bytes"], rel=1e-4)
+    assert packed["parameters"].split(",")[:-1] == found["parameters"].split(",")[:-1]  # packed numbers are counted too
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_each_of_two_processes_holds_half(place: Place) -> None:
+    found = plan(place, "--processes", "2", "compile=true", "parallel.shard=2")
+    assert found["processes"].startswith("2: ")
+    assert found["moments"]["load"]["weights"] == 23_712 * 4 // 2
+
+
 @pytest.mark.parametrize("text", ["24", "24 apples", "GiB", "0GiB", "-1GiB", "24GiBs", "1e9", ""])
 def test_amount_of_memory_that_means_nothing_is_refused(place: Place, text: str) -> None:
     result = place.call("plan", "full_finetune", "--config", "config.yaml", f"--memory={text}")
