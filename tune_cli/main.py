@@ -148,4 +148,7 @@ def _help() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if worker.is_worker():
+        worker.leave(code)
+    sys.exit(code)

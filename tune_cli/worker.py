@@ -6,6 +6,7 @@ files know whole seconds; these say which rank came first.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -14,7 +15,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tune_cli import scratch
 from tune_cli.heartbeat import get_beat_path, start_beating
@@ -100,6 +101,17 @@ def leave_report(
         _wait_for_others(folder)
     if _launcher is not None:
         scratch.remove_if_forsaken(folder, _launcher)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends this process, after what was registered for its end. Not by Python's own end: threads of torch's process
+    groups that nobody has joined may abort it there ("terminate called without an active exception"), and a run that
+    is done would count as failed."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, AttributeError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def write_report(
