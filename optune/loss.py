@@ -104,9 +104,9 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
         grad_weight_VD: Tensor | None = None
         chunks = _chunk_slices(len(labels_N), weight_VD.shape[0] if words is None else words.largest, hidden_ND.dtype)
+        needs_grad = needs_hidden or needs_weight
         for chunk in chunks:
             logits_CV = hidden_ND[chunk] @ weight_VD.T
-            needs_grad = needs_hidden or needs_weight
             total += _chunk_loss_(logits_CV, labels_N[chunk], weights_N[chunk], needs_grad, words)
             if grad_hidden_ND is not None:
                 torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[chunk])

@@ -48,32 +48,30 @@ class _Tile:
 
     queries: slice
     keys: slice
-    hidden_QS: Tensor | None
-    """−inf where a query does not see a key, of the first `early` or the last Q keys; 0 elsewhere."""
-    early: int = 0
-    early_QS: Tensor | None = None
+    late_QS: Tensor
+    """−inf where one of the last keys comes after a query; 0 elsewhere."""
+    early_QS: Tensor | None
+    """The same for the first keys where they lie before a query's window."""
 
     def mask(self, scores_PGQS: Tensor) -> None:
-        if self.hidden_QS is not None:
-            scores_PGQS[..., -self.hidden_QS.shape[1] :] += self.hidden_QS
+        scores_PGQS[..., -self.late_QS.shape[1] :] += self.late_QS
         if self.early_QS is not None:
-            scores_PGQS[..., : self.early] += self.early_QS
+            scores_PGQS[..., : self.early_QS.shape[1]] += self.early_QS
 
 
-def _tiles(length: int, window: int | None, like: Tensor) -> Iterator[_Tile]:
+def _tiles(length: int, window: int | None, dtype: torch.dtype) -> Iterator[_Tile]:
     """Of a segment of `length` positions, those from the first query on."""
-    square_QQ = torch.full((QUERIES, QUERIES), -math.inf, dtype=like.dtype).triu_(1)
+    square_QQ = torch.full((QUERIES, QUERIES), -math.inf, dtype=dtype).triu_(1)
     for start in range(0, length, QUERIES):
         stop = min(start + QUERIES, length)
         count = stop - start
         first = 0 if window is None else max(0, start - window + 1)
-        early, early_QS = 0, None
+        early_QS = None
         if window is not None and stop - window > first:
-            early = stop - window - first
-            positions_Q, positions_S = torch.arange(start, stop), torch.arange(first, first + early)
+            positions_Q, positions_S = torch.arange(start, stop), torch.arange(first, stop - window)
             too_early_QS = positions_S <= positions_Q[:, None] - window
-            early_QS = torch.zeros(count, early, dtype=like.dtype).masked_fill_(too_early_QS, -math.inf)
-        yield _Tile(slice(start, stop), slice(first, stop), square_QQ[:count, :count], early, early_QS)
+            early_QS = torch.zeros(too_early_QS.shape, dtype=dtype).masked_fill_(too_early_QS, -math.inf)
+        yield _Tile(slice(start, stop), slice(first, stop), square_QQ[:count, :count], early_QS)
 
 
 def _parts(
@@ -118,6 +116,19 @@ def _scores(query_PGQH: Tensor, key_PSH: Tensor, tile: _Tile) -> Tensor:
     return torch.softmax(scores, -1)
 
 
+def _by_pairs(query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """query_PGTH, key_PTH and value_PTH."""
+    key_heads = key_BKTH.shape[1]
+    return query_BNTH.unflatten(1, (key_heads, -1)).flatten(0, 1), key_BKTH.flatten(0, 1), value_BKTH.flatten(0, 1)
+
+
+def _make_queries(like_BNTH: Tensor, key_heads: int) -> tuple[Tensor, Tensor]:
+    """New memory of the queries' size as (B, T, N, H), and a view of it as (B, K, G, T, H)."""
+    rows, heads, length, width = like_BNTH.shape
+    made_BTNH = like_BNTH.new_empty(rows, length, heads, width)
+    return made_BTNH, made_BTNH.unflatten(2, (key_heads, -1)).permute(0, 2, 3, 1, 4)
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
@@ -126,17 +137,14 @@ def _wide(tensor: Tensor) -> torch.dtype:
 def _forward(
     query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor, documents_BT: Tensor | None, window: int | None
 ) -> Tensor:
-    (rows, heads, length, width), key_heads = query_BNTH.shape, key_BKTH.shape[1]
-    groups, dtype, wide = heads // key_heads, query_BNTH.dtype, _wide(query_BNTH)
-    query_PGTH = query_BNTH.reshape(-1, groups, length, width)
-    key_PTH, value_PTH = key_BKTH.reshape(-1, length, width), value_BKTH.reshape(-1, length, width)
-    out_BTNH = query_BNTH.new_empty(rows, length, heads, width)
-    out_BKGTH = out_BTNH.view(rows, length, key_heads, groups, width).permute(0, 2, 3, 1, 4)
+    key_heads, dtype, wide = key_BKTH.shape[1], query_BNTH.dtype, _wide(query_BNTH)
+    query_PGTH, key_PTH, value_PTH = _by_pairs(query_BNTH, key_BKTH, value_BKTH)
+    out_BTNH, out_BKGTH = _make_queries(query_BNTH, key_heads)
     for pairs, positions in _parts(query_BNTH.shape, key_heads, documents_BT, window):
         part = _Part(query_PGTH, key_PTH, value_PTH, pairs, positions, wide)
-        for tile in _tiles(part.length, window, part.key_PTH):
+        for tile in _tiles(part.length, window, wide):
             weights = _scores(part.queries(tile), part.key_PTH[:, tile.keys], tile).to(dtype)
-            mixed = torch.bmm(weights, part.value_PTH[:, tile.keys]).unflatten(1, (groups, -1))
+            mixed = torch.bmm(weights, part.value_PTH[:, tile.keys]).unflatten(1, (query_PGTH.shape[1], -1))
             _write(out_BKGTH, mixed, pairs, _shift(tile.queries, positions.start))
     return out_BTNH.transpose(1, 2)
 
@@ -178,8 +186,7 @@ class _Part:
 def _(
     query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor, documents_BT: Tensor | None, window: int | None
 ) -> Tensor:
-    rows, heads, length, width = query_BNTH.shape
-    return query_BNTH.new_empty(rows, length, heads, width).transpose(1, 2)
+    return _make_queries(query_BNTH, key_BKTH.shape[1])[0].transpose(1, 2)
 
 
 @torch.library.custom_op("optune::causal_attention_backward", mutates_args=())
@@ -191,18 +198,16 @@ def _backward(
     documents_BT: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (rows, heads, length, width), key_heads = query_BNTH.shape, key_BKTH.shape[1]
-    groups, dtype, wide = heads // key_heads, query_BNTH.dtype, _wide(query_BNTH)
-    query_PGTH, grad_PGTH = (x.reshape(-1, groups, length, width) for x in (query_BNTH, grad_BNTH))
-    key_PTH, value_PTH = key_BKTH.reshape(-1, length, width), value_BKTH.reshape(-1, length, width)
-    grad_query_BTNH = torch.empty_like(query_BNTH.transpose(1, 2), memory_format=torch.contiguous_format)
-    grad_query_BKGTH = grad_query_BTNH.view(rows, length, key_heads, groups, width).permute(0, 2, 3, 1, 4)
+    key_heads, dtype, wide = key_BKTH.shape[1], query_BNTH.dtype, _wide(query_BNTH)
+    query_PGTH, key_PTH, value_PTH = _by_pairs(query_BNTH, key_BKTH, value_BKTH)
+    grad_PGTH = grad_BNTH.unflatten(1, (key_heads, -1)).flatten(0, 1)
+    grad_query_BTNH, grad_query_BKGTH = _make_queries(query_BNTH, key_heads)
     grad_key_PTH, grad_value_PTH = torch.empty_like(key_PTH), torch.empty_like(value_PTH)
     for pairs, positions in _parts(query_BNTH.shape, key_heads, documents_BT, window):
         part = _Part(query_PGTH, key_PTH, value_PTH, pairs, positions, wide)
         narrow_key_PTH, value_PHT = key_PTH[pairs, positions], part.value_PTH.transpose(1, 2)
         sum_key_PTH, sum_value_PTH = torch.zeros_like(part.key_PTH), torch.zeros_like(part.key_PTH)
-        for tile in _tiles(part.length, window, part.key_PTH):
+        for tile in _tiles(part.length, window, wide):
             query_PGQH = part.queries(tile)
             grad = grad_PGTH[pairs, :, _shift(tile.queries, positions.start)].flatten(1, 2)
             weights = _scores(query_PGQH, part.key_PTH[:, tile.keys], tile)
@@ -210,7 +215,12 @@ def _backward(
             grad_weights = torch.bmm(grad, value_PHT[:, :, tile.keys]).to(wide)
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, wide).to(dtype)  # pyright: ignore
             made = torch.bmm(grad_scores, narrow_key_PTH[:, tile.keys]).mul_(part.scale)
-            _write(grad_query_BKGTH, made.unflatten(1, (groups, -1)), pairs, _shift(tile.queries, positions.start))
+            _write(
+                grad_query_BKGTH,
+                made.unflatten(1, (query_PGTH.shape[1], -1)),
+                pairs,
+                _shift(tile.queries, positions.start),
+            )
             sum_key_PTH[:, tile.keys] += torch.bmm(grad_scores.transpose(1, 2), query_PGQH.to(dtype).flatten(1, 2))
         grad_key_PTH[pairs, positions], grad_value_PTH[pairs, positions] = sum_key_PTH, sum_value_PTH
     shape = key_BKTH.shape
@@ -226,9 +236,8 @@ def _(
     documents_BT: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, heads, length, width = query_BNTH.shape
     return (
-        query_BNTH.new_empty(rows, length, heads, width).transpose(1, 2),
+        _make_queries(query_BNTH, key_BKTH.shape[1])[0].transpose(1, 2),
         key_BKTH.new_empty(key_BKTH.shape),
         value_BKTH.new_empty(value_BKTH.shape),
     )
@@ -256,11 +265,10 @@ def _count_pairs(shape: Any, documents_BT: Tensor | None, window: int | None) ->
     lengths = [length] * rows
     if documents_BT is not None and not isinstance(documents_BT, FakeTensor):
         lengths = [stop - start for _, start, stop in _segments(documents_BT)]
-    like = torch.empty(0)
     return sum(
         (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
         for length in lengths
-        for tile in _tiles(length, window, like)
+        for tile in _tiles(length, window, torch.float32)
     )
 
 

@@ -209,14 +209,16 @@ class Decoder(nn.Module):
         if cache is not None and documents_BT is not None:
             raise ValueError("a cache holds single rows; documents cannot be given with it")
         lengths = _lengths(positions_BT, documents_BT) if self.config.rope.needs_lengths else None
-        cos, sin = tables(self.config.rope, positions_BT, lengths, dtype or self.dtype)
-        slots = None if cache is None else cache.slots(positions_BT.shape[1])
         device, dtype = positions_BT.device, dtype or self.dtype
+        cos, sin = tables(self.config.rope, positions_BT, lengths, dtype)
+        slots = None if cache is None else cache.slots(positions_BT.shape[1])
         tiled = cache is None and _is_tiled(device)
-        is_varlen = documents_BT is not None and varlen.fits(device, dtype, self.config.head_dim)
+        sequences = None
+        if documents_BT is not None and varlen.fits(device, dtype, self.config.head_dim):
+            sequences = varlen.find_sequences(documents_BT)
         masks = {
             window: _mask(positions_BT.shape[1], device, window, documents_BT, cache, slots)
-            for window in dict.fromkeys(() if tiled or is_varlen else self.config.windows)
+            for window in dict.fromkeys(() if tiled or sequences is not None else self.config.windows)
         }
         keeps_little = self.activation_checkpointing == "none" and self.offloading is None
         return BlockContext(
@@ -228,7 +230,7 @@ class Decoder(nn.Module):
             slots=slots,
             tiled=tiled,
             documents_BT=documents_BT if tiled else None,
-            sequences=varlen.find_sequences(documents_BT) if is_varlen and documents_BT is not None else None,
+            sequences=sequences,
             keeps_little=keeps_little,
         )
 
