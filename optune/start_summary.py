@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optune import metrics, optim
-from optune.types import PackedWeight
+from optune.types import count_parameters, split_packed
 
 
 def show(title: str, fields: Mapping[str, object]) -> None:
@@ -33,15 +33,14 @@ def summarize(
     """What a person should know before the first step, line by line. The model was asked for as `name` and found in
     `source`; `batches`: see `data.build_batches`; `processes`: how several of them share the run; `validation`: see
     `data.build_validation_batches`."""
-    packed = {each: module for each, module in model.named_modules() if isinstance(module, PackedWeight)}
-    parameters = [p for each, p in model.named_parameters() if each.rpartition(".")[0] not in packed]
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    total = sum(each.shape.numel() for each in (*parameters, *packed.values()))
-    formats = sorted({_dtype_name(p) for p in parameters}) + sorted({weight.format for weight in packed.values()})
+    own, packed = split_packed(model)
+    formats = sorted({_dtype_name(parameter) for parameter in own.values()}) + sorted(
+        {weight.format for weight in packed.values()}
+    )
     fields: dict[str, object] = {
         "model": name if name == str(source) else f"{name} ({source})",
-        "parameters": metrics.describe_parameters(trained, total),
-        "weights": f"{', '.join(formats)} on {parameters[0].device}"
+        "parameters": metrics.describe_parameters(*count_parameters(model)),
+        "weights": f"{', '.join(formats)} on {next(iter(own.values())).device}"
         + optim.describe_held(model.named_parameters(), optimizer),
     }
     fields["processes"] = processes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What the texts of a config mean."""
@@ -30,6 +30,20 @@ class PackedWeight(Protocol):
 
 IGNORE = -100
 """The label of a position that is not trained."""
+
+
+def split_packed(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, PackedWeight]]:
+    """The parameters of `model` that stand for themselves, and the packed weights, whose parts the other ones are."""
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
+    own = {name: each for name, each in model.named_parameters() if name.rpartition(".")[0] not in packed}
+    return own, packed
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """How many numbers are trained, and how many there are; a packed weight counts what it stands for."""
+    own, packed = split_packed(model)
+    trained = sum(each.numel() for each in own.values() if each.requires_grad)
+    return trained, sum(each.shape.numel() for each in (*own.values(), *packed.values()))
 
 
 @dataclass(frozen=True)

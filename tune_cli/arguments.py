@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from optune.config.problems import suggest
 from optune.errors import ConfigError
+
+
+def whole_number(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """An option's `type`: reads a whole number within the bounds."""
+    bounds = f"from {minimum} up" if maximum is None else f"from {minimum} to {maximum:,}"
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum or (maximum is not None and int(text) > maximum):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+        return int(text)
+
+    return read
 
 
 class Parser(argparse.ArgumentParser):

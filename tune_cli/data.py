@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from optune.errors import ConfigError
+from tune_cli.arguments import whole_number
 from tune_cli.run import Request, make_parser, read_request
 
 if TYPE_CHECKING:
@@ -48,22 +48,13 @@ def run(words: list[str]) -> int:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    count = _whole_number(1)
-    parser.add_argument("--rows", metavar="N", type=_whole_number(0), help="show the first N rows or packs (3)")
+    count = whole_number(1)
+    parser.add_argument("--rows", metavar="N", type=whole_number(0), help="show the first N rows or packs (3)")
     parser.add_argument("--row", metavar="I", help="show kept row I, or the one at FILE:LINE, in full as a table")
     parser.add_argument("--step", metavar="S", type=count, help="show all that step S trains")
     parser.add_argument("--split", choices=("train", "validation"), default="train", help="which rows (train)")
     parser.add_argument("--processes", metavar="N", type=count, default=1, help="as N processes would train (1)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead; see docs/data.md")
-
-
-def _whole_number(minimum: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} up")
-        return int(text)
-
-    return read
 
 
 def _load(request: Request, options: argparse.Namespace) -> tuple[Tokenizer, Batches, int]:

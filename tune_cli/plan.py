@@ -6,9 +6,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
 
-from tune_cli.arguments import Parser
+from tune_cli.arguments import Parser, whole_number
 from tune_cli.run import make_parser, read_request
 
 USAGE = "RECIPE --config CONFIG [--memory SIZE] [--length N | --data] [--processes N] [--json] [key=value …]"
@@ -48,23 +47,12 @@ def run(words: list[str]) -> int:
 
 def _add_options(parser: Parser) -> None:
     parser.add_argument("--memory", metavar="SIZE", type=read_size, help="what there is: 24GiB, 24GB, 24000MiB")
-    parser.add_argument(
-        "--length", metavar="N", type=_whole_number(2, 2**24), help="tokens of the rows of a microbatch"
-    )
+    parser.add_argument("--length", metavar="N", type=whole_number(2, 2**24), help="tokens of the rows of a microbatch")
     parser.add_argument("--data", action="store_true", help="prepare the rows, as a run does, and take the longest")
     parser.add_argument(
-        "--processes", metavar="N", type=_whole_number(1, 2**20), help="as each of N processes would train"
+        "--processes", metavar="N", type=whole_number(1, 2**20), help="as each of N processes would train"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead; see docs/memory.md")
-
-
-def _whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not text.isdecimal() or not minimum <= int(text) <= maximum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to {maximum:,}")
-        return int(text)
-
-    return read
 
 
 def read_size(text: str) -> int:

@@ -261,16 +261,11 @@ class Planner:
         return training, plan.widest(validation.batches, self._processes.data_size) if validation else None
 
     def _summarize(self, shape: MicrobatchShape, validation: MicrobatchShape | None, stepping: str) -> dict[str, str]:
-        from optune import metrics, plan
+        from optune import metrics
+        from optune.types import count_parameters
 
         cfg = self._cfg
         model = _function(self._request.recipe, "outline")(cfg, self._config)
-        parameters = list(model.parameters())
-        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        whole = plan.count_parameters(self._config)
-        total = sum(parameter.numel() for parameter in parameters)
-        if total < whole:  # of a base in NF4, numbers are packed in less
-            total = whole + trained
         count = cfg.gradient_accumulation_steps
         said = "the widest of the first epoch" if self._reads_data else "assumed"
         if not self._reads_data:
@@ -281,7 +276,7 @@ class Planner:
         assert self._processes is not None
         return {
             "model": str(cfg.model.path),
-            "parameters": f"{metrics.describe_parameters(trained, total)}, in {cfg.model.dtype}",
+            "parameters": f"{metrics.describe_parameters(*count_parameters(model))}, in {cfg.model.dtype}",
             "processes": self._processes.describe() or "",
             "rows": rows + (f"; {count} microbatches a step" if count > 1 else ""),
             "optimizer": str(cfg.optimizer.get("_target_", "")).rpartition(".")[2],

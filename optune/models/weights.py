@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from optune.shards import (
     read_part,
     read_tensor,
 )
-from optune.types import PackedWeight
+from optune.types import split_packed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -86,11 +85,12 @@ def fill(model: nn.Module, path: str | Path, *, device: torch.device | str) -> N
     Raises `ModelError` as `check` does, and where the folder is of another model, before any weight is read.
     """
     inspection, _ = _inspect(resolve(path))
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
-    own = {name: parameter.shape for name, parameter in model.named_parameters() if not _is_in(name, packed)}
-    own |= {name: weight.shape for name, weight in packed.items()}
+    own, packed = split_packed(model)
+    shapes = {name: each.shape for name, each in (*own.items(), *packed.items())}
     found = {name: stored.shape for name, stored in inspection.sources.items()}
-    problems = compare_shapes(found, {name: own[name] for name in own if name in found or ".lora_" not in name})
+    problems = compare_shapes(
+        found, {name: shape for name, shape in shapes.items() if name in found or ".lora_" not in name}
+    )
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ModelError(f"the folder holds another model:{listed}", where=str(inspection.folder))
@@ -98,16 +98,11 @@ def fill(model: nn.Module, path: str | Path, *, device: torch.device | str) -> N
     for name, parameter in model.named_parameters():
         if name in inspection.sources:
             read_part(inspection.sources[name], parameter)
-        elif name in is_bare and not _is_in(name, packed):
+        elif name in is_bare and name in own:
             local_values(parameter).fill_(float("nan"))
     for name, weight in packed.items():
         stored = inspection.sources[name]
         weight.pack(read_tensor(stored, stored.dtype))
-
-
-def _is_in(name: str, modules: Container[str]) -> bool:
-    """Whether the parameter `name` is a direct one of one of `modules`."""
-    return name.rpartition(".")[0] in modules
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, torch.Size]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from optune import files, metrics
+from optune.optim.kinds import is_compiled
 from optune.shards import local_values
 from optune.train import StepResult
 from optune.types import MicrobatchShape
@@ -41,8 +42,7 @@ class MemoryCheck:
 
     def __init__(self, predict: Predict | None, model: nn.Module, optimizer: Optimizer, device: str) -> None:
         self._predict, self._device = predict, device
-        is_compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-        self._compiles = is_compiled or type(optimizer).__module__.startswith("torchao.")
+        self._compiles = any(map(is_compiled, model.modules())) or type(optimizer).__module__.startswith("torchao.")
         held = [*model.parameters(), *model.buffers()]
         held += [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held += [value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")]

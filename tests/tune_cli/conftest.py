@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests import fixtures, forked
+from tests.cases.place import Place, turns
 from tune_cli import messages
 from tune_cli.main import main
 
@@ -65,6 +66,11 @@ def main(cfg, validate_only=False):
 '''
 
 CONFIG = "model: {path: m0}\ndata: {train: a.jsonl}\noutput_dir: runs/x\n"
+
+
+HALF = turns("uaua", "w1", "w2", "w3", "w4")
+HALF["messages"][1]["weight"] = 0.5
+ROWS = [turns("ua", "w1 w2", "w3 w4"), HALF, turns("ua", "w5", ""), *fixtures.numbered_rows(4)]
 
 
 @dataclass
@@ -126,3 +132,16 @@ def _make_shell(python: str) -> Callable[[str], Result]:
         return Result(done.returncode, done.stdout, done.stderr)
 
     return call
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Place:
+    """Rows in train.jsonl, and a model without weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(messages.DEBUG, "")
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    place = Place(tmp_path, capsys)
+    (tmp_path / "m0/model.safetensors").unlink()
+    place.write(ROWS)
+    return place

@@ -12,25 +12,9 @@ import pytest
 
 from tests import fixtures
 from tests.cases.place import Place, encode, expected, turns
-from tune_cli import messages
+from tests.tune_cli.conftest import ROWS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HALF = turns("uaua", "w1", "w2", "w3", "w4")
-HALF["messages"][1]["weight"] = 0.5
-ROWS = [turns("ua", "w1 w2", "w3 w4"), HALF, turns("ua", "w5", ""), *fixtures.numbered_rows(4)]
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Place:
-    """Rows in train.jsonl, and a model without weights."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(messages.DEBUG, "")
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-    place = Place(tmp_path, capsys)
-    (tmp_path / "m0/model.safetensors").unlink()
-    place.write(ROWS)
-    return place
 
 
 def show(place: Place, *words: str, recipe: str = "full_finetune") -> str:

@@ -16,8 +16,6 @@ from optune import files
 from optune.session import memory
 from tests import fixtures
 from tests.cases.place import Place
-from tests.tune_cli.test_data import ROWS
-from tune_cli import messages
 from tune_cli.plan import read_size
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,19 +24,6 @@ LLAMA_3_8B = {
     "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Place:
-    """Rows, and a model without weights."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(messages.DEBUG, "")
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-    place = Place(tmp_path, capsys)
-    (tmp_path / "m0/model.safetensors").unlink()
-    place.write(ROWS)
-    return place
 
 
 def plan(place: Place, *words: str, recipe: str = "full_finetune") -> Any:
