@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _work(words: list[str]) -> int:
     """The command, as a worker of a launcher."""
-    with signals_unwind(hangup=True):
+    with signals_unwind(is_worker=True):
         worker.begin()
         code = _dispatch(words)
         _flush()

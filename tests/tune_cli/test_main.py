@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import tune_cli.main
 from tests.tune_cli.conftest import Optune, Result
+from tune_cli.stopping import Terminated, signals_unwind
 
 RUN = ("run", "fake.py", "--config", "c.yaml")
 
@@ -156,3 +160,44 @@ def test_closed_pipe_is_quiet(fresh_shell: Callable[[str], Result]) -> None:
     result = fresh_shell("for i in 1 2 3; do optune cat full_finetune; done | true")
     assert result.err == ""
     assert result.code in (0, tune_cli.main.PIPE_CLOSED)
+
+
+def test_a_signal_that_code_in_c_makes_another_error_of_is_still_the_signal() -> None:
+    def load() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    with pytest.raises(Terminated), signals_unwind():
+        load()
+    with pytest.raises(ValueError, match="of its own"), signals_unwind():
+        raise ValueError("an error of its own")
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_worker_that_is_asked_to_stop_is_let_finish() -> None:
+    steps: list[str] = []
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            steps.append("unwound")
+
+    with pytest.raises(Terminated), signals_unwind(is_worker=True):
+        work()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert steps == ["unwound"]
