@@ -131,6 +131,31 @@ def test_operations_of_a_step_are_those_that_torch_counts_in_transformers(checkp
     assert 0 <= counter.get_total_flops() - counted.done <= 2 * rotary
 
 
+def test_live_bytes_are_those_that_torchs_allocator_gave_out_and_no_weight_is_among_them() -> None:
+    """A weight is first seen as what a linear layer makes of it, its transpose."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from scripts.bench.live_bytes import LiveBytes
+
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    rows_ND = torch.randn(32, 64)
+    with LiveBytes() as live:
+        layers(rows_ND).sum().backward()
+    held = live.live
+    layers.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        layers(rows_ND).sum().backward()
+    given_out = most = 0
+    for event in watched.profiler.kineto_results.events():  # pyright: ignore
+        given_out += event.nbytes() if event.name() == "[memory]" else 0  # pyright: ignore
+        most = max(most, given_out)
+    gradients = sum(weight.nbytes for weight in layers.parameters())
+    assert gradients < most < 2 * gradients  # with the weights it would be more
+    assert live.peak == pytest.approx(most, rel=0.01)
+    assert (held, live.live) == (gradients, 0)
+
+
 def test_a_causal_row_has_the_pairs_that_see_each_other() -> None:
     pairs = sum(query + 1 for query in range(7))
     whole, causal = (flops.attention_forward(CONFIG, 1, 7, causal=causal) for causal in (False, True))

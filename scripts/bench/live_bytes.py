@@ -11,7 +11,11 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that an operation makes, for as long as the storage lives."""
+    """Counts the bytes of every storage that an operation makes, for as long as the storage lives.
+
+    What was there before is not counted, also where an operation gives a view of it: a parameter is first seen as the
+    transpose that a linear layer multiplies with.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,9 +23,10 @@ class LiveBytes(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_key(tensor) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and _key(tensor) not in given:
                 self._count(tensor.untyped_storage())
         return result
 
@@ -36,3 +41,7 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int, nbytes: int) -> None:
         self._seen.discard(key)
         self.live -= nbytes
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
