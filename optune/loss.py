@@ -41,22 +41,29 @@ def next_token_loss(model: Any, hidden_BTD: Tensor, microbatch: Microbatch) -> T
     counted_BT = microbatch.labels_BT != IGNORE
     hidden_ND, labels_N = hidden_BTD[counted_BT], microbatch.labels_BT[counted_BT]
     weights_N = None if microbatch.weights_BT is None else microbatch.weights_BT[counted_BT]
-    return linear_cross_entropy_sum(hidden_ND, model.lm_head, labels_N, weights_N)
+    shared_VD = getattr(hidden_BTD, "head_weight_VD", None)
+    return linear_cross_entropy_sum(hidden_ND, model.lm_head, labels_N, weights_N, shared_VD)
 
 
-def linear_cross_entropy_sum(hidden_ND: Tensor, head: nn.Module, labels_N: Tensor, weights_N: Tensor | None) -> Tensor:
+def linear_cross_entropy_sum(
+    hidden_ND: Tensor, head: nn.Module, labels_N: Tensor, weights_N: Tensor | None, shared_VD: Tensor | None = None
+) -> Tensor:
     """The sum over N of weight × (logsumexp(logits) − logits[label]), logits = head(hidden), in fp32.
 
     A plain bias-free linear head takes the fused path, which makes both gradients during the forward pass and so
     never sees a chunk of logits twice. Any other head (adapters, a bias), and any head watched by a
     `TorchFunctionMode`, which must see an ordinary linear layer, takes the open path. Of a head that is split over
     ranks, all of them have the same targets, hold the sum, and have a summand of the gradient for `hidden_ND`.
+
+    `shared_VD` is the head's weight as the embedding hands it on that shares it (`models.lookup`): the fused path sends
+    its gradient there, and the other one to the head itself.
     """
     words = _Words.of(head.weight)
     if type(head) is nn.Linear and head.bias is None and not has_torch_function((head.weight,)):
         if weights_N is None:
             weights_N = torch.ones_like(labels_N, dtype=torch.float32)
-        weight_VD = head.weight if words is None else head.weight.to_local()  # pyright: ignore
+        whole_VD = head.weight if shared_VD is None else shared_VD
+        weight_VD = whole_VD if words is None else head.weight.to_local()  # pyright: ignore
         return _FusedLinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, weights_N, words)  # type: ignore[no-any-return]
     logits_NV = head(hidden_ND)
     if words is not None:
@@ -105,8 +112,10 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         grad_weight_VD: Tensor | None = None
         chunks = _chunk_slices(len(labels_N), weight_VD.shape[0] if words is None else words.largest, hidden_ND.dtype)
         needs_grad = needs_hidden or needs_weight
+        buffer_CV = hidden_ND.new_empty(chunks[0].stop if chunks else 0, len(weight_VD))
         for chunk in chunks:
-            logits_CV = hidden_ND[chunk] @ weight_VD.T
+            # One buffer for all of them: a new one would be made before the last one is freed.
+            logits_CV = torch.mm(hidden_ND[chunk], weight_VD.T, out=buffer_CV[: chunk.stop - chunk.start])
             total += _chunk_loss_(logits_CV, labels_N[chunk], weights_N[chunk], needs_grad, words)
             if grad_hidden_ND is not None:
                 torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[chunk])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from optune.models import recomputing, varlen
+from optune.models import lookup, recomputing, varlen
 from optune.models.attention import causal_attention
 from optune.models.cache import Cache
 from optune.models.families import DecoderConfig
@@ -186,7 +186,7 @@ class Decoder(nn.Module):
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """hidden_BTD before the first block."""
-        return self.model.embed_tokens(tokens_BT)
+        return lookup.look_up(self.model.embed_tokens, tokens_BT, self.lm_head)
 
     def final_norm(self, hidden_BTD: Tensor) -> Tensor:
         """What `lm_head` reads."""
@@ -254,17 +254,20 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """hidden_BTD after the final norm. Without positions, they count from 0, or go on where the cache stands."""
+        """hidden_BTD after the final norm. Without positions, they count from 0, or go on where the cache stands.
+
+        Of a trained model whose head is its embedding, hidden_BTD leads the loss to the head's weight (see `lookup`).
+        """
         if positions_BT is None:
             count = tokens_BT.shape[1]
             positions_BT = torch.arange(count, device=tokens_BT.device)[None] if cache is None else cache.slots(count)
-        hidden_BTD = self.embed(tokens_BT)
+        embedded_BTD = hidden_BTD = self.embed(tokens_BT)
         context = self.context(positions_BT, documents_BT, cache, dtype=hidden_BTD.dtype)
         for block in self.blocks:
             hidden_BTD = self.run_block(block, hidden_BTD, context)
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
-        return self.final_norm(hidden_BTD)
+        return lookup.hand_on(embedded_BTD, self.final_norm(hidden_BTD))
 
     def forward(
         self,
