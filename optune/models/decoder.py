@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from optune.models import lookup, recomputing, varlen
+from optune.models import compiling, lookup, recomputing, varlen
 from optune.models.attention import causal_attention
 from optune.models.cache import Cache
 from optune.models.families import DecoderConfig
@@ -293,6 +293,7 @@ class Decoder(nn.Module):
 
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block in place (names stay). The whole model in one graph would free nothing early."""
+        compiling.get_ready(self.device)
         for block in self.blocks:
             if self.activation_checkpointing == "selective":
                 recomputing.select_inside(block)
