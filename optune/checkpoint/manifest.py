@@ -15,24 +15,34 @@ PROGRESS = Path("optune") / "progress.json"
 _FORMAT = 1
 
 
-def write_manifest(folder: Path) -> int:
-    """Sum up every file in `folder` and write the manifest there. Returns the size of all files in bytes."""
-    entries = {
+Entries = dict[str, dict[str, Any]]
+"""`size` and `sha256` of each file, by its name in the folder."""
+
+
+def sum_up(folder: Path) -> Entries:
+    """Reads every file in `folder`, but for the manifest."""
+    return {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": files.hash_file(path)}
         for path in files.walk(folder)
         if path != folder / MANIFEST
     }
+
+
+def write_manifest(folder: Path, entries: Entries | None = None) -> int:
+    """Write the manifest of every file in `folder`, or of what `sum_up` said of them. Returns the size of all files in
+    bytes."""
+    entries = sum_up(folder) if entries is None else entries
     files.write_whole(folder / MANIFEST, _to_bytes(entries))
     return sum(entry["size"] for entry in entries.values())
 
 
-def _to_bytes(entries: dict[str, Any]) -> bytes:
+def _to_bytes(entries: Entries) -> bytes:
     body = json.dumps(entries, sort_keys=True)
     manifest = {"format": _FORMAT, "sum": hashlib.sha256(body.encode()).hexdigest(), "files": entries}
     return (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | str:
+def read_manifest(folder: Path) -> Entries | str:
     """The entry of every file, or what is wrong with the manifest."""
     try:
         content = (folder / MANIFEST).read_bytes()

@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from optune import files, shards
 from optune.checkpoint.folders import clear_leftovers, list_checkpoints
-from optune.checkpoint.manifest import MANIFEST, PROGRESS, folder_name, write_manifest
+from optune.checkpoint.manifest import MANIFEST, PROGRESS, folder_name, sum_up, write_manifest
 from optune.checkpoint.optimizer_state import Parameters, pack_optimizer, write_optimizer
 from optune.checkpoint.progress import progress_bytes
 from optune.errors import CheckpointError, list_few
@@ -127,8 +128,12 @@ def _finish_folder(folder: Path, step: int, progress: Mapping[str, Any]) -> int:
     mode = (folder / PROGRESS).stat().st_mode & 0o777
     for path in files.walk(folder):
         path.chmod(mode)
-    files.sync_tree(folder)
-    return write_manifest(folder) + (folder / MANIFEST).stat().st_size
+    # The disk and a core at once.
+    with ThreadPoolExecutor(1, "optune-syncing") as beside:
+        synced = beside.submit(files.sync_tree, folder)
+        entries = sum_up(folder)
+        synced.result()
+    return write_manifest(folder, entries) + (folder / MANIFEST).stat().st_size
 
 
 def _write_error(run_dir: Path, target: Path, error: Exception) -> CheckpointError:

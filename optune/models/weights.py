@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from optune.shards import (
     FLOATS,
     StoredTensor,
     have_same_bytes,
+    is_read_directly,
     local_values,
     materialize,
     read_header,
@@ -33,6 +35,9 @@ from optune.types import split_packed
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_READERS = 2
+"""Tensors that are read at a time, where no memory beside the model is needed for it: most of the work is to get new
+memory from the system, a page at a time."""
 
 # Tables that older versions of transformers wrote beside the weights; the decoder computes them.
 _LEFTOVER = re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$")
@@ -95,11 +100,17 @@ def fill(model: nn.Module, path: str | Path, *, device: torch.device | str) -> N
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ModelError(f"the folder holds another model:{listed}", where=str(inspection.folder))
     is_bare = set(materialize(model, device))
+    direct: list[tuple[StoredTensor, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
-        if name in inspection.sources:
-            read_part(inspection.sources[name], parameter)
-        elif name in is_bare and name in own:
-            local_values(parameter).fill_(float("nan"))
+        if name not in inspection.sources:
+            if name in is_bare and name in own:
+                local_values(parameter).fill_(float("nan"))
+        elif is_read_directly(stored := inspection.sources[name], parameter):
+            direct.append((stored, parameter))
+        else:
+            read_part(stored, parameter)
+    with ThreadPoolExecutor(_READERS, "optune-reading") as readers:
+        list(readers.map(lambda each: read_part(*each), direct))
     for name, weight in packed.items():
         stored = inspection.sources[name]
         weight.pack(read_tensor(stored, stored.dtype))

@@ -20,7 +20,16 @@ from optune.shards.parts import (
     slice_like,
 )
 from optune.shards.ranks import Ranks, check_shared
-from optune.shards.stored import FLOATS, StoredTensor, have_same_bytes, read_header, read_like, read_part, read_tensor
+from optune.shards.stored import (
+    FLOATS,
+    StoredTensor,
+    have_same_bytes,
+    is_read_directly,
+    read_header,
+    read_like,
+    read_part,
+    read_tensor,
+)
 from optune.shards.writing import write_file
 
 __all__ = [
@@ -33,6 +42,7 @@ __all__ = [
     "have_same_bytes",
     "input_device",
     "is_offloaded",
+    "is_read_directly",
     "is_sharded",
     "is_spread",
     "local_values",

@@ -92,6 +92,12 @@ def have_same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
     return True
 
 
+def is_read_directly(stored: StoredTensor, target: Tensor) -> bool:
+    """Whether `read_part` takes no memory beside that of `target`."""
+    values = local_values(target)
+    return values.device.type == "cpu" and values.dtype == stored.dtype and values.is_contiguous()
+
+
 def read_part(stored: StoredTensor, target: Tensor) -> None:
     """Fill `target`, of the stored shape, in place: of a DTensor this rank's part, and no more of the file is read.
 
@@ -102,7 +108,7 @@ def read_part(stored: StoredTensor, target: Tensor) -> None:
         raise ValueError(f"{list(stored.shape)} are stored, {list(target.shape)} wanted")
     values = local_values(target)
     runs = runs_of(target) if is_sharded(target) else tuple(((0, length),) if length else () for length in stored.shape)
-    is_direct = values.device.type == "cpu" and values.dtype == stored.dtype and values.is_contiguous()
+    is_direct = is_read_directly(stored, target)
     buffer = values if is_direct else torch.empty(values.shape, dtype=stored.dtype)
     _read(stored, runs, buffer)
     if not is_direct:
