@@ -21,6 +21,15 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
+def cache_folder() -> Path:
+    """`$OPTUNE_CACHE`, or this user's place for caches."""
+    if own := os.environ.get("OPTUNE_CACHE"):
+        return Path(own).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "optune"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "optune"
+
+
 def sync_file(path: Path) -> None:
     """Wait until the content of `path` is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

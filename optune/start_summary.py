@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optune import metrics, optim
+from optune import kernels, metrics, optim
 from optune.types import count_parameters, split_packed
 
 
@@ -43,6 +43,9 @@ def summarize(
         "weights": f"{', '.join(formats)} on {next(iter(own.values())).device}"
         + optim.describe_held(model.named_parameters(), optimizer),
     }
+    if next(iter(own.values())).device.type == "cpu":
+        kernels.is_ready()
+        fields["kernels"] = kernels.describe()
     fields["processes"] = processes
     fields |= batches.describe()
     fields["validation"] = validation.describe() if validation else None

@@ -10,7 +10,7 @@ from optune.errors import ConfigError
 from tune_cli.arguments import Parser
 from tune_cli.launch import launch, split_launch_options
 from tune_cli.recipes import load_recipe
-from tune_cli.run import Request, add_allow_target, train
+from tune_cli.run import Request, add_allow_target, start_making_kernels, train
 
 USAGE = "[torchrun options] RUN_DIR [key=value …]"
 DESCRIPTION = """Goes on from the newest whole checkpoint in RUN_DIR, with the recipe and config that the folder holds.
@@ -35,6 +35,7 @@ def run(words: list[str]) -> int:
         parser.error("RUN_DIR is missing")
     folder = Path(others[0]).expanduser()
     config = find_saved_config(folder)
+    start_making_kernels()
     recipe = load_recipe(options.recipe or read_recipe_name(config))
     resumed = [write_override("output_dir", str(folder), is_path=True)]
     origin, allowed_before = read_resumed(config)

@@ -43,6 +43,7 @@ def run(words: list[str]) -> int:
     parser.add_argument("--multirun", action="store_true", help="run every combination of key=a,b,c one after another")
     launch_words, rest = split_launch_options(words, parser)
     options, others = parser.split(rest)
+    start_making_kernels()
     request = read_request(parser, options, others)
     if options.multirun:
         from tune_cli.multirun import run_grid
@@ -54,6 +55,13 @@ def run(words: list[str]) -> int:
     if restart := worker.read_restart():
         cfg = request.load(_go_on(cfg.resume, cfg.output_dir, restart))
     return train(request.recipe, cfg)
+
+
+def start_making_kernels() -> None:
+    """Beside the import of torch, which reading a recipe begins with. Where they are made already it takes nothing."""
+    from optune.native import start_making
+
+    start_making()
 
 
 def _go_on(resume: str | None, output_dir: str, restart: int) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from optune import __version__
+from optune import __version__, kernels
 from optune.checkpoint.manifest import PROGRESS
 from optune.errors import CheckpointError, ConfigError
 
@@ -92,14 +92,16 @@ def refuse_changes(differences: Collection[Difference], allowed: Collection[str]
 
 def compare_versions(progress: Mapping[str, Any]) -> list[Difference]:
     """What computes otherwise than when the checkpoint was made, so that results may differ in the last bit: other
-    libraries, another number of threads (sums are split among them)."""
+    libraries, other kernels, another number of threads (sums are split among them)."""
     now = _versions()
     old = progress.get("versions", {})
     return [Difference(name, old.get(name), version) for name, version in now.items() if old.get(name) != version]
 
 
 def _versions() -> dict[str, Any]:
-    return {"optune": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    versions = {"optune": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    used = kernels.describe()
+    return versions if used is None else versions | {"kernels": used}
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -45,16 +45,12 @@ Prepared = tuple[Rows, list[int]]
 
 
 def find_folder(place: str | Path | None) -> Path | None:
-    """The folder that `place` means: None for none, `auto` for `$OPTUNE_CACHE` or the system's place for caches."""
+    """The folder that `place` means: None for none, `auto` for `files.cache_folder()`."""
     if place is None:
         return None
     if str(place) != "auto":
         return Path(place).expanduser().absolute()
-    if own := os.environ.get("OPTUNE_CACHE"):
-        return Path(own).expanduser().absolute()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "optune"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "optune"
+    return files.cache_folder()
 
 
 class RowCache:

@@ -25,6 +25,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from optune import kernels
+from optune.models import native_attention
+
 QUERIES = 64
 """Queries of a tile."""
 TILE_ELEMENTS = 2**20
@@ -52,6 +55,7 @@ class _Tile:
     """−inf where one of the last keys comes after a query; 0 elsewhere."""
     early_QS: Tensor | None
     """The same for the first keys where they lie before a query's window."""
+    window: int | None
 
     def mask(self, scores_PGQS: Tensor) -> None:
         scores_PGQS[..., -self.late_QS.shape[1] :] += self.late_QS
@@ -71,7 +75,7 @@ def _tiles(length: int, window: int | None, dtype: torch.dtype) -> Iterator[_Til
             positions_Q, positions_S = torch.arange(start, stop), torch.arange(first, stop - window)
             too_early_QS = positions_S <= positions_Q[:, None] - window
             early_QS = torch.zeros(too_early_QS.shape, dtype=dtype).masked_fill_(too_early_QS, -math.inf)
-        yield _Tile(slice(start, stop), slice(first, stop), square_QQ[:count, :count], early_QS)
+        yield _Tile(slice(start, stop), slice(first, stop), square_QQ[:count, :count], early_QS, window)
 
 
 def _parts(
@@ -108,12 +112,27 @@ def _segments(documents_BT: Tensor) -> list[tuple[int, int, int]]:
     return found
 
 
-def _scores(query_PGQH: Tensor, key_PSH: Tensor, tile: _Tile) -> Tensor:
-    """softmax(q kᵀ) of a tile, fp32; the queries are scaled already. (P, G·Q, S)."""
+def _weights(query_PGQH: Tensor, key_PSH: Tensor, tile: _Tile, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """softmax(q kᵀ) of a tile, fp32, and the same rounded to `dtype`; the queries are scaled already. (P, G·Q, S)."""
     pairs, groups, count, _ = query_PGQH.shape
     scores = torch.bmm(query_PGQH.flatten(1, 2), key_PSH.transpose(1, 2))
+    rounded = scores if dtype == scores.dtype else torch.empty_like(scores, dtype=dtype)
+    if native := kernels.find(rounded):
+        sizes = pairs * groups, count, scores.shape[-1], tile.queries.start - tile.keys.start, tile.window or 0
+        native.causal_softmax(scores, None if rounded is scores else rounded, *sizes)
+        return scores, rounded
     tile.mask(scores.view(pairs, groups, count, -1))
-    return torch.softmax(scores, -1)
+    weights = torch.softmax(scores, -1)
+    return weights, weights.to(dtype)
+
+
+def _score_gradients(weights: Tensor, grad_weights: Tensor) -> Tensor:
+    """Of the scores of a tile, in the dtype of `grad_weights`, whose memory may be used."""
+    if weights.dtype == torch.float32 and (native := kernels.find(grad_weights)):
+        native.softmax_backward(weights, grad_weights, weights.shape[0] * weights.shape[1], weights.shape[2])
+        return grad_weights
+    wide = grad_weights.to(weights.dtype)
+    return torch._softmax_backward_data(wide, weights, -1, weights.dtype).to(grad_weights.dtype)  # pyright: ignore
 
 
 def _by_pairs(query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,16 +156,24 @@ def _wide(tensor: Tensor) -> torch.dtype:
 def _forward(
     query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor, documents_BT: Tensor | None, window: int | None
 ) -> Tensor:
+    if native := native_attention.find(query_BNTH, key_BKTH, value_BKTH):
+        segments = _native_segments(query_BNTH.shape, documents_BT)
+        return native_attention.forward(native, query_BNTH, key_BKTH, value_BKTH, segments, window)
     key_heads, dtype, wide = key_BKTH.shape[1], query_BNTH.dtype, _wide(query_BNTH)
     query_PGTH, key_PTH, value_PTH = _by_pairs(query_BNTH, key_BKTH, value_BKTH)
     out_BTNH, out_BKGTH = _make_queries(query_BNTH, key_heads)
     for pairs, positions in _parts(query_BNTH.shape, key_heads, documents_BT, window):
         part = _Part(query_PGTH, key_PTH, value_PTH, pairs, positions, wide)
         for tile in _tiles(part.length, window, wide):
-            weights = _scores(part.queries(tile), part.key_PTH[:, tile.keys], tile).to(dtype)
+            _, weights = _weights(part.queries(tile), part.key_PTH[:, tile.keys], tile, dtype)
             mixed = torch.bmm(weights, part.value_PTH[:, tile.keys]).unflatten(1, (query_PGTH.shape[1], -1))
             _write(out_BKGTH, mixed, pairs, _shift(tile.queries, positions.start))
     return out_BTNH.transpose(1, 2)
+
+
+def _native_segments(shape: torch.Size, documents_BT: Tensor | None) -> list[tuple[int, int, int]]:
+    rows, _, length, _ = shape
+    return [(row, 0, length) for row in range(rows)] if documents_BT is None else _segments(documents_BT)
 
 
 def _shift(positions: slice, by: int) -> slice:
@@ -198,6 +225,9 @@ def _backward(
     documents_BT: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if native := native_attention.find(grad_BNTH, query_BNTH, key_BKTH, value_BKTH):
+        segments = _native_segments(query_BNTH.shape, documents_BT)
+        return native_attention.backward(native, grad_BNTH, query_BNTH, key_BKTH, value_BKTH, segments, window)
     key_heads, dtype, wide = key_BKTH.shape[1], query_BNTH.dtype, _wide(query_BNTH)
     query_PGTH, key_PTH, value_PTH = _by_pairs(query_BNTH, key_BKTH, value_BKTH)
     grad_PGTH = grad_BNTH.unflatten(1, (key_heads, -1)).flatten(0, 1)
@@ -210,10 +240,9 @@ def _backward(
         for tile in _tiles(part.length, window, wide):
             query_PGQH = part.queries(tile)
             grad = grad_PGTH[pairs, :, _shift(tile.queries, positions.start)].flatten(1, 2)
-            weights = _scores(query_PGQH, part.key_PTH[:, tile.keys], tile)
-            sum_value_PTH[:, tile.keys] += torch.bmm(weights.to(dtype).transpose(1, 2), grad)
-            grad_weights = torch.bmm(grad, value_PHT[:, :, tile.keys]).to(wide)
-            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, wide).to(dtype)  # pyright: ignore
+            weights, rounded = _weights(query_PGQH, part.key_PTH[:, tile.keys], tile, dtype)
+            sum_value_PTH[:, tile.keys] += torch.bmm(rounded.transpose(1, 2), grad)
+            grad_scores = _score_gradients(weights, torch.bmm(grad, value_PHT[:, :, tile.keys]))
             made = torch.bmm(grad_scores, narrow_key_PTH[:, tile.keys]).mul_(part.scale)
             _write(
                 grad_query_BKGTH,

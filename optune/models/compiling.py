@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from optune import kernels
+
 _TRIES_ISA = "TORCHINDUCTOR_VEC_ISA_OK"
 _PRECOMPILES = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
@@ -38,6 +40,7 @@ def get_ready(device: torch.device) -> None:
         config.cpp.vec_isa_ok = True
     here = contextvars.copy_context()  # Torch's settings are those of a thread.
     threading.Thread(target=here.run, args=(_choose_vectors,), name="optune-compiling", daemon=True).start()
+    kernels.is_ready()  # Compiled code calls them, and cannot ask for them.
 
 
 def _knows_vectors() -> bool:

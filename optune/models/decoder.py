@@ -23,6 +23,7 @@ from optune.models.attention import causal_attention
 from optune.models.cache import Cache
 from optune.models.families import DecoderConfig
 from optune.models.fused import remaking, rms_norm, swiglu
+from optune.models.masks import lengths_of, make_mask
 from optune.models.offloading import CudaCopies, Offloading, check_offloading
 from optune.models.rope import rotate, tables
 from optune.models.varlen import Sequences, varlen_attention
@@ -208,7 +209,7 @@ class Decoder(nn.Module):
         """
         if cache is not None and documents_BT is not None:
             raise ValueError("a cache holds single rows; documents cannot be given with it")
-        lengths = _lengths(positions_BT, documents_BT) if self.config.rope.needs_lengths else None
+        lengths = lengths_of(positions_BT, documents_BT) if self.config.rope.needs_lengths else None
         device, dtype = positions_BT.device, dtype or self.dtype
         cos, sin = tables(self.config.rope, positions_BT, lengths, dtype)
         slots = None if cache is None else cache.slots(positions_BT.shape[1])
@@ -217,7 +218,7 @@ class Decoder(nn.Module):
         if documents_BT is not None and varlen.fits(device, dtype, self.config.head_dim):
             sequences = varlen.find_sequences(documents_BT)
         masks = {
-            window: _mask(positions_BT.shape[1], device, window, documents_BT, cache, slots)
+            window: make_mask(positions_BT.shape[1], device, window, documents_BT, cache, slots)
             for window in dict.fromkeys(() if tiled or sequences is not None else self.config.windows)
         }
         keeps_little = self.activation_checkpointing == "none" and self.offloading is None
@@ -318,36 +319,3 @@ def outline(config: DecoderConfig) -> Decoder:
 def _is_tiled(device: torch.device) -> bool:
     """Whether attention goes by tiles there."""
     return device.type == "cpu"
-
-
-def _lengths(positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
-    """How long the row or document of each position is, (B, 1) or (B, T)."""
-    if documents_BT is None:
-        return positions_BT.amax(1, keepdim=True) + 1
-    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-    return torch.where(same_BTT, positions_BT[:, None, :], 0).amax(-1) + 1
-
-
-def _mask(
-    count: int,
-    device: torch.device,
-    window: int | None,
-    documents_BT: Tensor | None,
-    cache: Cache | None,
-    slots: Tensor | None,
-) -> Tensor | None:
-    """Which keys each new token sees. None where `attend` gets it right by itself."""
-    if cache is None or slots is None or max(cache.lengths) == 0:
-        queries, keys = torch.arange(count, device=device)[None], torch.arange(count, device=device)
-        if documents_BT is None and (window is None or count <= window):
-            return None
-    else:
-        queries, keys = slots, torch.arange(max(cache.lengths) + count, device=device)
-        if count == 1 and len(slots) == 1 and (window is None or len(keys) <= window):
-            return None
-    visible = keys <= queries[:, :, None]
-    if window is not None:
-        visible &= keys > queries[:, :, None] - window
-    if documents_BT is not None:
-        visible = visible & (documents_BT[:, :, None] == documents_BT[:, None, :])
-    return visible[:, None]

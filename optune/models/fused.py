@@ -1,9 +1,9 @@
 """The cheap operations of a block as one operation each, which keep for the backward pass only what must be kept.
 
 Autograd keeps what every single step of a formula reads: for an RMSNorm three tensors of the size of its input, two of
-them in fp32. These keep the inputs alone and compute the rest again, in parts that stay in a CPU's second-level cache.
-The numbers are those of the plain formulas; what is summed is summed in fp32. Compiled code gets the plain formulas,
-which it fuses with their neighbours.
+them in fp32. These keep the inputs alone and compute the rest again: in one pass of a native kernel (`optune.kernels`),
+or in parts that stay in a CPU's second-level cache. The numbers are those of the plain formulas; what is summed is
+summed in fp32. Where there is no native kernel, compiled code gets the plain formulas, and fuses them with others.
 
 Shapes: D width, F inner features of the MLP, anything (…) in front.
 """
@@ -20,20 +20,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from optune import kernels
+
 _PART_ON_CPU = 2**18
 """Elements worked on at a time."""
 
 
 def rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Root mean square norm (arXiv 1910.07467), float32 inside and rounded before the weight, as in transformers."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not kernels.covers(hidden):
         return weight_D * _normalize(hidden, eps).to(hidden.dtype)
     return torch.ops.optune.rms_norm(hidden, weight_D, eps)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up (arXiv 2002.05202)."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not kernels.covers(gate):
         return F.silu(gate) * up
     return torch.ops.optune.swiglu(gate, up)
 
@@ -69,6 +71,10 @@ def _normalize(hidden: Tensor, eps: float) -> Tensor:
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
 
+def _rows(hidden: Tensor) -> int:
+    return hidden.numel() // max(hidden.shape[-1], 1)
+
+
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same rows of each tensor, seen as (rows, last dimension): on a CPU few at a time, elsewhere all at once."""
     flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
@@ -81,6 +87,9 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 @torch.library.custom_op("optune::rms_norm", mutates_args=())
 def _rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    if native := kernels.find(hidden, weight_D):
+        native.rms_norm(hidden.contiguous(), weight_D, out, _rows(hidden), len(weight_D), eps)
+        return out
     for rows, made in _parts(hidden, out):
         torch.mul(_normalize(rows, eps).to(hidden.dtype), weight_D, out=made)
     return out
@@ -97,6 +106,12 @@ def _rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Of n = x / rms(x): dx = (dn − n · mean(dn · n)) / rms(x), with dn = dy · weight; dweight = Σ dy · n."""
     grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    if native := kernels.find(hidden, weight_D, grad):
+        parts = kernels.count_parts(_rows(hidden)) if needs_weight else 0
+        sums_PD = torch.empty(parts, len(weight_D)) if needs_weight else None
+        inputs = grad.contiguous(), hidden.contiguous(), weight_D
+        native.rms_norm_backward(*inputs, grad_hidden, sums_PD, _rows(hidden), len(weight_D), eps)
+        return grad_hidden, weight_D.new_empty(0) if sums_PD is None else sums_PD.sum(0).to(weight_D.dtype)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     wide_weight_D, sum_D = weight_D.to(wide), torch.zeros(len(weight_D), dtype=wide, device=hidden.device)
     for rows, grads, made in _parts(hidden, grad, grad_hidden):
@@ -135,6 +150,9 @@ _rms_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
 @torch.library.custom_op("optune::swiglu", mutates_args=())
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    if native := kernels.find(gate, up):
+        native.swiglu(gate.contiguous(), up.contiguous(), out, out.numel())
+        return out
     for gates, ups, made in _parts(gate, up, out):
         torch.mul(F.silu(gates), ups, out=made)
     return out
@@ -148,6 +166,10 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 @torch.library.custom_op("optune::swiglu_backward", mutates_args=())
 def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     grad_gate, grad_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
+    if native := kernels.find(gate, up, grad):
+        inputs = (tensor.contiguous() for tensor in (grad, gate, up))
+        native.swiglu_backward(*inputs, grad_gate, grad_up, grad_up.numel())
+        return grad_gate, grad_up
     for gates, ups, grads, made_gate, made_up in _parts(gate, up, grad, grad_gate, grad_up):
         torch.mul(grads, F.silu(gates), out=made_up)
         made_gate.copy_(torch.ops.aten.silu_backward(grads * ups, gates))

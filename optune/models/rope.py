@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optune import kernels
+
 _EVERYWHERE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # What each scaling must and may be told. Any other key is refused: it would be read by nobody.
 REQUIRED = {
@@ -100,8 +102,38 @@ def tables(rope: Rope, positions_BT: Tensor, lengths: Tensor | None, dtype: torc
 
 def rotate(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates queries or keys by `tables`."""
+    if kernels.covers(x_BTNH) if torch.compiler.is_compiling() else kernels.find(x_BTNH, cos, sin):
+        return torch.ops.optune.rotate(x_BTNH, cos, sin, False)
     first, second = x_BTNH.chunk(2, dim=-1)
     return x_BTNH * cos + torch.cat((second, first), dim=-1) * sin
+
+
+@torch.library.custom_op("optune::rotate", mutates_args=())
+def _rotate(x_BTNH: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
+    out_BTNH = torch.empty_like(x_BTNH, memory_format=torch.contiguous_format)
+    rows, length, heads, width = x_BTNH.shape
+    native = kernels.find(x_BTNH, cos, sin)
+    assert native is not None
+    inputs = (tensor.contiguous() for tensor in (x_BTNH, cos, sin))
+    native.rotate(*inputs, out_BTNH, rows * length, len(cos) * length, heads, width, int(transposed))
+    return out_BTNH
+
+
+@_rotate.register_fake
+def _(x_BTNH: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
+    return torch.empty_like(x_BTNH, memory_format=torch.contiguous_format)
+
+
+def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *tables, ctx.transposed = inputs
+    ctx.save_for_backward(*tables)
+
+
+def _rotate_back(ctx: Any, grad_BTNH: Tensor) -> tuple[Tensor, None, None, None]:
+    return torch.ops.optune.rotate(grad_BTNH, *ctx.saved_tensors, not ctx.transposed), None, None, None
+
+
+_rotate.register_autograd(_rotate_back, setup_context=_keep_tables)
 
 
 def _dynamic_theta(rope: Rope, lengths: Tensor) -> Tensor:

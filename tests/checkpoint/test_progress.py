@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optune import __version__, checkpoint
+from optune import __version__, checkpoint, kernels
 from optune.checkpoint import Difference
 from optune.errors import CheckpointError, ConfigError
 from tests.checkpoint import runs
@@ -76,7 +76,9 @@ def test_an_allowed_name_does_not_allow_names_that_begin_alike() -> None:
 
 
 def test_other_library_versions_are_told() -> None:
+    kernels.is_ready()
     same = {"optune": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    same |= {"kernels": kernels.describe()}
     assert checkpoint.compare_versions({"versions": same}) == []
     assert checkpoint.compare_versions({"versions": same | {"torch": "1.0"}}) == [
         Difference("torch", "1.0", torch.__version__)

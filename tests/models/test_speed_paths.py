@@ -24,10 +24,12 @@ def plain_loss(model, hidden_BTD, microbatch):
     return F.cross_entropy(logits_BTV.flatten(0, 1), labels_N, ignore_index=IGNORE, reduction="sum")
 
 
-PATHS = ["tiles", "norms", "gate", "remade", "fused loss", "small parts", "all"]
+PATHS = ["kernels", "tiles", "norms", "gate", "remade", "fused loss", "small parts", "all"]
 
 
 def turn_off(path: str, patch: pytest.MonkeyPatch) -> None:
+    if path in ("kernels", "all"):
+        patch.setattr("optune.kernels._is_off", True)
     if path in ("tiles", "all"):
         patch.setattr("optune.models.decoder._is_tiled", lambda *_: False)
     if path in ("norms", "all"):

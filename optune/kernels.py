@@ -1,0 +1,132 @@
+"""Native kernels for CPUs: what a step does between its matrix products, in one pass over memory each.
+
+They are compiled on the machine that uses them, once, in three seconds. Without a compiler, on other devices and for
+other dtypes there are none; torch's own operations do the work then, with the same results to rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from optune.native import NoKernelsError, make_library
+
+ROWS_OF_A_SUM = 64
+"""As in kernels.cpp."""
+
+_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_lock = threading.Lock()
+_library: ctypes.CDLL | NoKernelsError | None = None
+_kernels: dict[torch.dtype, Kernels] = {}
+_made_by = ""
+_is_off = False
+
+
+class Kernels:
+    """The kernels of one dtype. Each method is a function of `optune/native`, where its arguments are described;
+    tensors are contiguous, the number of threads is torch's."""
+
+    def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
+        self._library, self._suffix = library, suffix
+
+    def has(self, name: str) -> bool:
+        """Whether there is a kernel of this name: some need instructions that not every processor has."""
+        return hasattr(self._library, f"{name}_{self._suffix}")
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, f"{name}_{self._suffix}")
+        function.restype = None
+        setattr(self, name, partial(_call, function))
+        return self.__dict__[name]
+
+
+def _call(function: Any, *arguments: Tensor | float | int | None) -> None:
+    if any(isinstance(argument, FakeTensor) for argument in arguments):
+        return  # There is nothing to compute.
+    function(*map(_convert, arguments), ctypes.c_int64(torch.get_num_threads()))
+
+
+def _convert(argument: Tensor | float | int | None) -> Any:
+    if isinstance(argument, Tensor):
+        if not argument.is_contiguous():
+            raise ValueError(f"a kernel was given a tensor of strides {argument.stride()} for {tuple(argument.shape)}")
+        return ctypes.c_void_p(argument.data_ptr())
+    if argument is None:
+        return ctypes.c_void_p(None)
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
+
+
+def find(*tensors: Tensor) -> Kernels | None:
+    """The kernels for the device and dtype that `tensors` have; None where there are none, or tensors differ. The first
+    call loads them, and may compile them."""
+    dtype = tensors[0].dtype
+    if dtype not in _SUFFIXES or any(tensor.device.type != "cpu" or tensor.dtype != dtype for tensor in tensors):
+        return None
+    return _kernels.get(dtype) if is_ready() else None
+
+
+def covers(tensor: Tensor) -> bool:
+    """`find(tensor) is not None`, for code that is being compiled: it loads nothing, so ask `is_ready` before."""
+    return bool(_kernels) and not _is_off and tensor.device.type == "cpu" and tensor.dtype in _SUFFIXES
+
+
+def is_ready() -> bool:
+    """Whether this machine has kernels, and they are in use. The first call loads them, and may compile them."""
+    return not _is_off and not isinstance(_load(), NoKernelsError)
+
+
+def count_parts(rows: int) -> int:
+    """Into how many sums `rms_norm_backward` splits that over `rows`."""
+    return -(-rows // ROWS_OF_A_SUM)
+
+
+def describe() -> str | None:
+    """Which kernels a CPU uses, for a person and for a checkpoint's record: `native, g++ … 12.2.0` or `torch's (why)`.
+    None where nothing has asked for any."""
+    if _library is None:
+        return None
+    return f"torch's ({_library})" if isinstance(_library, NoKernelsError) else f"native, by {_made_by}"
+
+
+@contextmanager
+def turned_off() -> Iterator[None]:
+    """In this context torch's operations do the work."""
+    global _is_off
+    before, _is_off = _is_off, True
+    try:
+        yield
+    finally:
+        _is_off = before
+
+
+def _load() -> ctypes.CDLL | NoKernelsError:
+    global _library, _made_by
+    with _lock:
+        if _library is None:
+            try:
+                path, _made_by = make_library()
+                _library = _open(str(path))
+                _kernels.update({dtype: Kernels(_library, suffix) for dtype, suffix in _SUFFIXES.items()})
+            except (NoKernelsError, OSError) as error:
+                _library = error if isinstance(error, NoKernelsError) else NoKernelsError(str(error))
+    return _library
+
+
+def _open(path: str) -> ctypes.CDLL:
+    """Bound to the OpenMP that torch has loaded."""
+    loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    runtimes = sorted(name for name in loaded if Path(name).name.startswith(("libgomp", "libiomp", "libomp")))
+    if not runtimes:
+        raise NoKernelsError("torch's OpenMP was not found")
+    ctypes.CDLL(runtimes[0], mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(path, mode=os.RTLD_NOW)

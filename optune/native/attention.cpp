@@ -1,0 +1,335 @@
+// Causal attention in bf16 for CPUs with AVX-512 BF16, whose dot products take pairs of bf16 numbers and sum in fp32.
+//
+// The work goes in tiles of queries against the keys that they see. Scores, softmax and all sums are fp32; weights, and
+// the gradients of scores, are rounded to bf16 once, as operands of the next product. Nothing but the inputs is kept
+// for backward, which makes the tiles again. A thread works on one head of one segment at a time and shares no sum with
+// another, so that the number of threads changes no bit.
+//
+// Queries, keys, values and their gradients lie as (rows, T, heads, H), contiguous. A segment is four numbers: its row,
+// its first position, its length, and how many keys the segments before it have with each one's length rounded up to
+// STRIP. Formulas: FlashAttention (arXiv 2205.14135), without its running softmax, because a tile holds all keys of its
+// queries.
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "arithmetic.h"
+
+extern "C" int omp_get_thread_num(void);
+
+namespace {
+
+const int64_t STRIP = 64;  // keys whose scores are made together
+const int64_t GROUP = 4;   // rows that are multiplied together
+
+inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+// sum[m][n] += over k: the pair a[m * a_row + k * a_step] times the 16 pairs at b + k * b_step + n * b_column.
+template <int COLUMNS>
+inline void multiply(const uint32_t* a, int64_t a_row, int64_t a_step, const uint32_t* b, int64_t b_column,
+                     int64_t b_step, int64_t steps, __m512 (&sum)[GROUP][COLUMNS]) {
+  for (int64_t k = 0; k < steps; k++) {
+    __m512bh columns[COLUMNS];
+    for (int n = 0; n < COLUMNS; n++) columns[n] = (__m512bh)_mm512_loadu_si512(b + k * b_step + n * b_column);
+    for (int m = 0; m < GROUP; m++) {
+      __m512bh row = (__m512bh)_mm512_set1_epi32((int)a[m * a_row + k * a_step]);
+      for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], row, columns[n]);
+    }
+  }
+}
+
+template <int COLUMNS>
+inline void clear(__m512 (&sum)[GROUP][COLUMNS]) {
+  for (int m = 0; m < GROUP; m++)
+    for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_setzero_ps();
+}
+
+// One head of a tensor (T, heads, H), as words of two numbers.
+struct Head {
+  const uint32_t* words;
+  int64_t row;  // words from one position to the next
+  Head(const bf16* tensor, int64_t position, int64_t head, int64_t heads, int64_t H)
+      : words((const uint32_t*)(tensor + (position * heads + head) * H)), row(heads * H / 2) {}
+};
+
+// For products over H: blocks of 16 keys; in a block, for each pair of features, that of every key.
+void pack_features(Head keys, int64_t count, int64_t H, uint32_t* packed) {
+  for (int64_t block = 0; block < round_up(count, STRIP); block += 16)
+    for (int64_t i = 0; i < 16; i++) {
+      uint32_t* place = packed + block * (H / 2) + i;
+      const uint32_t* key = keys.words + (block + i) * keys.row;
+      for (int64_t j = 0; j < H / 2; j++) place[j * 16] = block + i < count ? key[j] : 0;
+    }
+}
+
+// For products over positions: for each pair of positions, H words of the feature at both.
+void pack_positions(Head from, int64_t count, int64_t padded, int64_t H, uint32_t* packed) {
+  for (int64_t pair = 0; pair < padded; pair += 2) {
+    const uint16_t* first = (const uint16_t*)(from.words + pair * from.row);
+    const uint16_t* second = (const uint16_t*)(from.words + (pair + 1) * from.row);
+    uint32_t* place = packed + pair / 2 * H;
+    if (pair + 1 < count)
+      for (int64_t h = 0; h < H; h++) place[h] = first[h] | (uint32_t)second[h] << 16;
+    else if (pair < count)
+      for (int64_t h = 0; h < H; h++) place[h] = first[h];
+    else
+      memset(place, 0, sizeof(uint32_t) * H);
+  }
+}
+
+// `count` positions as they are, followed by zeros.
+void copy_positions(Head from, int64_t count, int64_t padded, int64_t H, uint32_t* copied) {
+  for (int64_t i = 0; i < count; i++) memcpy(copied + i * (H / 2), from.words + i * from.row, sizeof(uint32_t) * H / 2);
+  memset(copied + count * (H / 2), 0, sizeof(uint32_t) * (padded - count) * (H / 2));
+}
+
+// scores[q][s] for all keys of whole strips: queries (rows, H / 2 words) against keys from pack_features.
+void multiply_features(const uint32_t* queries, int64_t rows, const uint32_t* keys, int64_t width, int64_t H,
+                       float* scores) {
+  for (int64_t strip = 0; strip < width; strip += STRIP)
+    for (int64_t row = 0; row < rows; row += GROUP) {
+      __m512 sum[GROUP][4];
+      clear(sum);
+      multiply(queries + row * (H / 2), H / 2, 1, keys + strip * (H / 2), 16 * (H / 2), 16, H / 2, sum);
+      for (int m = 0; m < GROUP; m++)
+        for (int n = 0; n < 4; n++) _mm512_storeu_ps(scores + (row + m) * width + strip + n * 16, sum[m][n]);
+    }
+}
+
+inline void store_rounded(bf16* place, __m512 sum) {
+  _mm256_storeu_si256((__m256i*)place, (__m256i)_mm512_cvtneps_pbh(sum));
+}
+
+// out[q] = scale * weights[q] . from, for `count` rows of H; weights are rows of `width` keys, `from` is of
+// pack_positions.
+template <int COLUMNS>
+void mix_columns(const uint32_t* weights, int64_t width, int64_t count, const uint32_t* from, int64_t steps, int64_t H,
+                 float scale, bf16* out, int64_t out_row) {
+  for (int64_t row = 0; row < count; row += GROUP) {
+    __m512 sum[GROUP][COLUMNS];
+    clear(sum);
+    multiply(weights + row * (width / 2), width / 2, 1, from, 16, H, steps, sum);
+    for (int m = 0; m < GROUP && row + m < count; m++)
+      for (int n = 0; n < COLUMNS; n++)
+        store_rounded(out + (row + m) * out_row + n * 16, _mm512_mul_ps(sum[m][n], _mm512_set1_ps(scale)));
+  }
+}
+
+void mix(const uint32_t* weights, int64_t width, int64_t count, const uint32_t* from, int64_t steps, int64_t H,
+         float scale, bf16* out, int64_t out_row) {
+  int64_t column = 0;
+  for (; column + 64 <= H; column += 64)
+    mix_columns<4>(weights, width, count, from + column, steps, H, scale, out + column, out_row);
+  for (; column < H; column += 16)
+    mix_columns<1>(weights, width, count, from + column, steps, H, scale, out + column, out_row);
+}
+
+// sums[s] += over queries: weights . from, for `width` rows of H. Weights are pairs of queries, `width` words each.
+template <int COLUMNS>
+void collect_columns(const uint32_t* weights, int64_t width, const uint32_t* from, int64_t steps, int64_t H,
+                     float* sums) {
+  for (int64_t row = 0; row < width; row += GROUP) {
+    __m512 sum[GROUP][COLUMNS];
+    for (int m = 0; m < GROUP; m++)
+      for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_loadu_ps(sums + (row + m) * H + n * 16);
+    multiply(weights + row, 1, width, from, 16, H, steps, sum);
+    for (int m = 0; m < GROUP; m++)
+      for (int n = 0; n < COLUMNS; n++) _mm512_storeu_ps(sums + (row + m) * H + n * 16, sum[m][n]);
+  }
+}
+
+void collect(const uint32_t* weights, int64_t width, const uint32_t* from, int64_t steps, int64_t H, float* sums) {
+  int64_t column = 0;
+  for (; column + 64 <= H; column += 64) collect_columns<4>(weights, width, from + column, steps, H, sums + column);
+  for (; column < H; column += 16) collect_columns<1>(weights, width, from + column, steps, H, sums + column);
+}
+
+// Some queries of a segment and the strips of keys that they see.
+struct Tile {
+  int64_t first, count, rows;  // queries; rows are rounded up
+  int64_t begin, width;        // keys, whole strips
+  Tile(int64_t start, int64_t size, int64_t length, int64_t window) {
+    first = start;
+    count = start + size < length ? size : length - start;
+    rows = round_up(count, GROUP);
+    begin = window > 0 && start + 1 > window ? (start + 1 - window) / STRIP * STRIP : 0;
+    width = round_up(start + count, STRIP) - begin;
+  }
+};
+
+// Scores to weights: softmax(scale * scores) over the keys that each query sees, 0 elsewhere, in place.
+void weigh(float* scores, Tile tile, float scale, int64_t window) {
+  for (int64_t row = 0; row < tile.rows; row++) {
+    float* x = scores + row * tile.width;
+    if (row >= tile.count) {
+      memset(x, 0, sizeof(float) * tile.width);
+      continue;
+    }
+    int64_t end = tile.first + row + 1, begin = window > 0 && end > window ? end - window : 0;
+    softmax_over(x, begin - tile.begin, end - tile.begin, tile.width, scale);
+  }
+}
+
+inline uint32_t rounded(float x) {
+  bf16 y;
+  write(&y, x);
+  return y.bits;
+}
+
+void round_rows(const float* values, int64_t count, bf16* out) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; i++) write(out + i, values[i]);
+}
+
+// Words of two queries, for collect().
+void round_pairs(const float* values, Tile tile, uint32_t* words) {
+  for (int64_t pair = 0; pair < tile.rows; pair += 2) {
+    const float *first = values + pair * tile.width, *second = first + tile.width;
+    uint32_t* place = words + pair / 2 * tile.width;
+#pragma omp simd
+    for (int64_t i = 0; i < tile.width; i++) place[i] = rounded(first[i]) | rounded(second[i]) << 16;
+  }
+}
+
+// weights * (values - sum(weights * values)), over `values`.
+void differentiate(const float* weights, float* values, Tile tile) {
+  for (int64_t row = 0; row < tile.rows; row++) {
+    const float* w = weights + row * tile.width;
+    float *x = values + row * tile.width, sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < tile.width; i++) sum += w[i] * x[i];
+#pragma omp simd
+    for (int64_t i = 0; i < tile.width; i++) x[i] = w[i] * (x[i] - sum);
+  }
+}
+
+struct Segment {
+  int64_t row, start, length, before;
+};
+
+}  // namespace
+
+// A tile has `size` queries, a multiple of GROUP. Segments have `padded` keys together. Memory to work in, see
+// optune/models/native_attention.py: `packed` has two parts of K x padded x H / 2 words, `scratch` has `scratch_size`
+// floats for each thread.
+extern "C" void causal_attention_bfloat16(const bf16* query, const bf16* key, const bf16* value, bf16* out,
+                                          const Segment* segments, int64_t count, uint32_t* packed, int64_t padded,
+                                          float* scratch, int64_t scratch_size, int64_t T, int64_t N, int64_t K,
+                                          int64_t H, int64_t size, int64_t window, int64_t threads) {
+  float scale = 1.0f / sqrtf((float)H);
+  int64_t part = padded * (H / 2);  // words of a packed head
+#pragma omp parallel num_threads((int)threads)
+  {
+    float* mine = scratch + omp_get_thread_num() * scratch_size;
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < count * K; task++) {
+      Segment s = segments[task / K];
+      int64_t head = task % K, place = head * part + s.before * (H / 2);
+      pack_features(Head(key, s.row * T + s.start, head, K, H), s.length, H, packed + place);
+      pack_positions(Head(value, s.row * T + s.start, head, K, H), s.length, round_up(s.length, STRIP), H,
+                     packed + K * part + place);
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < count * N; task++) {
+      Segment s = segments[task / N];
+      int64_t head = task % N, place = head / (N / K) * part + s.before * (H / 2);
+      for (int64_t start = 0; start < s.length; start += size) {
+        Tile tile(start, size, s.length, window);
+        int64_t position = s.row * T + s.start + start;
+        uint32_t* queries = (uint32_t*)mine;
+        float* scores = mine + size * (H / 2);
+        bf16* weights = (bf16*)(scores + tile.rows * tile.width);
+        copy_positions(Head(query, position, head, N, H), tile.count, tile.rows, H, queries);
+        multiply_features(queries, tile.rows, packed + place + tile.begin * (H / 2), tile.width, H, scores);
+        weigh(scores, tile, scale, window);
+        round_rows(scores, tile.rows * tile.width, weights);
+        mix((const uint32_t*)weights, tile.width, tile.count, packed + K * part + place + tile.begin * (H / 2),
+            round_up(start + tile.count, 2) / 2 - tile.begin / 2, H, 1.0f, out + (position * N + head) * H, N * H);
+      }
+    }
+  }
+}
+
+// Here `packed` has three parts, and `sums` 2 x N x padded x H floats.
+extern "C" void causal_attention_backward_bfloat16(const bf16* grad, const bf16* query, const bf16* key,
+                                                   const bf16* value, bf16* grad_query, bf16* grad_key,
+                                                   bf16* grad_value, const Segment* segments, int64_t count,
+                                                   uint32_t* packed, int64_t padded, float* sums, float* scratch,
+                                                   int64_t scratch_size, int64_t T, int64_t N, int64_t K, int64_t H,
+                                                   int64_t size, int64_t window, int64_t threads) {
+  float scale = 1.0f / sqrtf((float)H);
+  int64_t part = padded * (H / 2), groups = N / K;
+  float *key_sums = sums, *value_sums = sums + N * padded * H;
+#pragma omp parallel num_threads((int)threads)
+  {
+    float* mine = scratch + omp_get_thread_num() * scratch_size;
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < count * K; task++) {
+      Segment s = segments[task / K];
+      int64_t head = task % K, place = head * part + s.before * (H / 2);
+      Head keys(key, s.row * T + s.start, head, K, H), values(value, s.row * T + s.start, head, K, H);
+      pack_features(keys, s.length, H, packed + place);
+      pack_features(values, s.length, H, packed + K * part + place);
+      pack_positions(keys, s.length, round_up(s.length, STRIP), H, packed + 2 * K * part + place);
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < count * N; task++) {
+      Segment s = segments[task / N];
+      int64_t head = task % N, place = head / groups * part + s.before * (H / 2);
+      float* key_sum = key_sums + (head * padded + s.before) * H;
+      float* value_sum = value_sums + (head * padded + s.before) * H;
+      memset(key_sum, 0, sizeof(float) * round_up(s.length, STRIP) * H);
+      memset(value_sum, 0, sizeof(float) * round_up(s.length, STRIP) * H);
+      for (int64_t start = 0; start < s.length; start += size) {
+        Tile tile(start, size, s.length, window);
+        int64_t position = s.row * T + s.start + start, all = tile.rows * tile.width;
+        // Rows are read as operands over H, pairs of rows as operands over queries.
+        uint32_t *rows = (uint32_t*)mine, *pairs = rows + size * (H / 2);
+        float *weights = mine + size * H, *scores = weights + all;
+        uint32_t* words = (uint32_t*)(scores + all);
+        int64_t at = tile.begin * (H / 2);
+        Head queries(query, position, head, N, H), grads(grad, position, head, N, H);
+        copy_positions(queries, tile.count, tile.rows, H, rows);
+        multiply_features(rows, tile.rows, packed + place + at, tile.width, H, weights);
+        weigh(weights, tile, scale, window);
+        copy_positions(grads, tile.count, tile.rows, H, rows);
+        multiply_features(rows, tile.rows, packed + K * part + place + at, tile.width, H, scores);
+        round_pairs(weights, tile, words);
+        pack_positions(grads, tile.count, tile.rows, H, pairs);
+        collect(words, tile.width, pairs, tile.rows / 2, H, value_sum + tile.begin * H);
+        differentiate(weights, scores, tile);
+        round_pairs(scores, tile, words);
+        pack_positions(queries, tile.count, tile.rows, H, pairs);
+        collect(words, tile.width, pairs, tile.rows / 2, H, key_sum + tile.begin * H);
+        round_rows(scores, all, (bf16*)words);
+        mix(words, tile.width, tile.count, packed + 2 * K * part + place + at,
+            round_up(start + tile.count, 2) / 2 - tile.begin / 2, H, scale, grad_query + (position * N + head) * H,
+            N * H);
+      }
+    }
+    // The heads that share a key head, always in the same order.
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < count * K; task++) {
+      Segment s = segments[task / K];
+      int64_t head = task % K;
+      for (int64_t i = 0; i < s.length; i++)
+        for (int which = 0; which < 2; which++) {
+          const float* from = (which ? value_sums : key_sums) + (head * groups * padded + s.before + i) * H;
+          bf16* place = (which ? grad_value : grad_key) + ((s.row * T + s.start + i) * K + head) * H;
+          float factor = which ? 1.0f : scale;
+#pragma omp simd
+          for (int64_t h = 0; h < H; h++) {
+            float sum = 0.0f;
+            for (int64_t g = 0; g < groups; g++) sum += from[g * padded * H + h];
+            write(place + h, sum * factor);
+          }
+        }
+    }
+  }
+}
+
+#endif

@@ -1,0 +1,262 @@
+"""The native kernels against float64 formulas, however many threads there are; and a machine that has none."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from optune import kernels, loss
+from optune.models import fused, rope
+from optune.models.attention import causal_attention
+from optune.native import build
+from tests.models.test_attention import make_inputs, reference, run
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+"""Of a result whose scale is 1: a rounding, and for fp32 the order of sums."""
+
+
+@pytest.fixture
+def native() -> Iterator[None]:
+    if not kernels.is_ready():
+        pytest.skip(f"this machine has {kernels.describe()}")
+    yield
+
+
+def make(*size: int, dtype: torch.dtype, spread: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(math.prod(size))
+    return (torch.randn(size, generator=generator, dtype=torch.float64) * spread).to(dtype).requires_grad_()
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+def swapped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + torch.cat(x.chunk(2, -1)[::-1], -1) * sin
+
+
+Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
+
+
+def cases(dtype: torch.dtype, rows: int, width: int) -> dict[str, Case]:
+    """An operation of ours, its formula, and inputs."""
+    positions = torch.arange(rows)[None]
+    angles = (positions[..., None] * torch.rand(width, generator=torch.Generator().manual_seed(0)))[:, :, None]
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    x, y = make(rows, width, dtype=dtype), make(rows, width, dtype=dtype, spread=2)
+    return {
+        "norm": (lambda x, w: fused.rms_norm(x, w, 1e-5), norm, [x, make(width, dtype=dtype)]),
+        "swiglu": (fused.swiglu, lambda gate, up: F.silu(gate) * up, [y, x]),
+        "rotate": (
+            lambda x: rope.rotate(x, *tables),
+            lambda x: swapped(x, *(table.double() for table in tables)),
+            [make(2, rows, 3, width, dtype=dtype)],
+        ),
+    }
+
+
+def differentiate(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    out = function(*inputs)
+    return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["norm", "swiglu", "rotate"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 2), (65, 48), (130, 578)])
+def test_results_and_gradients_are_those_of_the_formula(name: str, dtype: torch.dtype, rows: int, width: int) -> None:
+    ours, formula, inputs = cases(dtype, rows, width)[name]
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    grad = torch.randn(ours(*inputs).shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    for made, exact in zip(differentiate(ours, inputs, grad), differentiate(formula, wide, grad.double()), strict=True):
+        # Sums over rows grow with their number, and each rounding before a product counts once more.
+        scale = exact.abs().max().item()
+        assert made.dtype == dtype
+        torch.testing.assert_close(made.double(), exact, rtol=3 * TOLERANCE[dtype], atol=3 * TOLERANCE[dtype] * scale)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", ["norm", "swiglu", "rotate"])
+def test_in_bf16_they_round_where_torchs_operations_round(name: str) -> None:
+    ours, _, inputs = cases(torch.bfloat16, 130, 578)[name]
+    with kernels.turned_off():
+        expected = ours(*inputs)
+    assert (ours(*inputs) != expected).float().mean() < 1e-3  # a sum of squares in another order may tip one
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 70, 200])
+def test_cross_entropy_and_its_gradients_are_those_of_torch_in_float64(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optune.loss.CHUNK_BYTES", 128 * 5001 * dtype.itemsize)
+    head = torch.nn.Linear(32, 5001, bias=False, dtype=dtype)
+    hidden, weights = make(rows, 32, dtype=dtype), torch.rand(rows)
+    labels = torch.randint(0, 5001, (rows,))
+    total = loss.linear_cross_entropy_sum(hidden, head, labels, weights)
+    made = torch.autograd.grad(total, [hidden, head.weight])
+    wide, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, head.weight))
+    logits = wide @ weight.T
+    if dtype == torch.bfloat16:  # rounded there too, as logits are in a model
+        logits = logits + (logits.to(dtype).double() - logits).detach()
+    exact = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    assert total.item() == pytest.approx(exact.item(), rel=1e-5)
+    for mine, true in zip(made, torch.autograd.grad(exact, [wide, weight]), strict=True):
+        assert (mine.double() - true).norm() < 2 * TOLERANCE[dtype] * true.norm()
+
+
+@pytest.mark.usefixtures("native")
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 2),
+    key_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    length=st.one_of(st.integers(1, 20), st.integers(60, 200)),
+    width=st.sampled_from([8, 16, 64, 80, 128]),
+    window=st.none() | st.integers(1, 250),
+    cuts=st.none() | st.lists(st.integers(1, 199), max_size=4),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_attention_is_that_of_torch_under_a_mask(rows, key_heads, groups, length, width, window, cuts, dtype) -> None:
+    inputs = make_inputs(rows, key_heads * groups, key_heads, length, width, dtype)
+    documents_BT = None
+    if cuts is not None:
+        documents_BT = sum(
+            ((torch.arange(length) >= cut + torch.arange(rows)[:, None]).long() for cut in cuts),
+            torch.zeros(rows, length, dtype=torch.long),
+        )
+    ours = run(lambda q, k, v: causal_attention(q, k, v, documents_BT, window), inputs)
+    for mine, exact in zip(ours, reference(inputs, documents_BT, window), strict=True):
+        scale = max(1.0, exact.abs().max().item())
+        torch.testing.assert_close(mine.double(), exact, rtol=0.02, atol=4 * TOLERANCE[dtype] * scale)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
+    def everything() -> list[Tensor]:
+        found = []
+        for ours, _, inputs in cases(dtype, 130, 578).values():
+            grad = torch.ones(ours(*inputs).shape)
+            found += differentiate(ours, inputs, grad)
+        inputs = make_inputs(2, 6, 2, 200, 64, dtype)
+        documents_BT = (torch.arange(200) > 90).long().expand(2, 200)
+        return found + run(lambda q, k, v: causal_attention(q, k, v, documents_BT, None), inputs)
+
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            if dtype == torch.float32:  # torch's own fp32 products may split their sums among threads
+                results.append(everything()[:8])
+            else:
+                results.append(everything())
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for result in results[1:] for one, other in zip(results[0], result, strict=True))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_so(dtype: torch.dtype, bad: float) -> None:
+    for ours, _, inputs in cases(dtype, 3, 32).values():
+        spoilt = inputs[0].detach().clone()
+        spoilt.view(-1, 32)[1, 5] = bad
+        assert not ours(spoilt, *inputs[1:]).isfinite().all()
+    query, key, value, _ = make_inputs(1, 2, 1, 40, 16, dtype)
+    spoilt = query.detach().clone()
+    spoilt[0, 0, 7, 3] = bad
+    out = causal_attention(spoilt, key, value, None, None)
+    assert not out[0, 0, 7].isfinite().all() and out[0, 1].isfinite().all()
+    head = torch.nn.Linear(16, 100, bias=False, dtype=dtype)
+    hidden = torch.full((2, 16), bad, dtype=dtype)
+    assert not loss.linear_cross_entropy_sum(hidden, head, torch.tensor([1, 2]), None).isfinite()
+
+
+@pytest.mark.usefixtures("native")
+def test_extreme_numbers_come_out_as_from_torch() -> None:
+    gate = torch.tensor([-1e4, -104.0, -88.5, -87.0, -1e-30, 0.0, 1e-30, 88.5, 1e4])
+    up = torch.ones_like(gate)
+    torch.testing.assert_close(fused.swiglu(gate, up), F.silu(gate), rtol=1e-6, atol=1e-33)
+    head = torch.nn.Linear(1, 3, bias=False)
+    head.weight.data = torch.tensor([[300.0], [0.0], [-300.0]])
+    total = loss.linear_cross_entropy_sum(torch.ones(1, 1), head, torch.tensor([2]), None)
+    assert total.item() == 600.0
+
+
+@pytest.mark.usefixtures("native")
+def test_tensors_without_values_are_left_alone_and_strided_ones_refused() -> None:
+    native = kernels.find(torch.empty(1))
+    assert native is not None
+    with FakeTensorMode():
+        tensor = torch.empty(4)
+        native.swiglu(tensor, tensor, tensor, 4)
+    with pytest.raises(ValueError, match="strides"):
+        native.swiglu(torch.empty(4, 2).T, torch.empty(2, 4), torch.empty(2, 4), 8)
+
+
+PROGRAM = """
+import torch
+from optune import kernels
+from optune.models import fused
+print(fused.swiglu(torch.ones(3), torch.ones(3)).sum().item())
+print(kernels.describe())
+"""
+
+
+def start(**environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_without_a_compiler_torch_does_the_work_and_it_is_told(tmp_path: Path) -> None:
+    for environment, why in [
+        ({"OPTUNE_KERNELS": "0"}, "OPTUNE_KERNELS=0"),
+        ({"CXX": "no-such-compiler"}, "no C++ compiler: CXX=no-such-compiler not found"),
+    ]:
+        result, told = start(**environment, OPTUNE_CACHE=str(tmp_path))
+        assert float(result) == pytest.approx(2.1931757)
+        assert told == f"torch's ({why})"
+
+
+def test_a_compiler_that_fails_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] && echo broken 1.0 && exit\necho 'error: no header' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(build.NoKernelsError, match=r"c\+\+ cannot compile them: error: no header"):
+        build.make_library()
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.mark.usefixtures("native")
+def test_they_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path))
+    build.start_making()
+    path, _ = build.make_library()  # waits for the one in the background
+    made = path.stat().st_mtime_ns
+    assert build.make_library()[0] == path and path.stat().st_mtime_ns == made
+    assert path.parent == tmp_path / "kernels"
+    monkeypatch.setenv("OPTUNE_KERNELS", "0")
+    with pytest.raises(build.NoKernelsError, match="OPTUNE_KERNELS=0"):
+        build.make_library()
