@@ -12,7 +12,8 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from optune.plan import Forecast
-    from tune_cli.planner import Fit, Result
+    from tune_cli.fitting import Fit
+    from tune_cli.planner import Result
 
 _WIDEST = 80
 _BAR = 24
@@ -115,6 +116,9 @@ def _show_fits(result: Result) -> RenderableType:
     if result.fits:
         lines.append(Text("trains the same and fits, cheapest first (time: work against the step as set)", "bold"))
         lines += [_show_fit(fit, result.overhead) for fit in result.fits]
+    elif result.stays > (result.memory or 0):
+        stays = format_size(result.stays)
+        lines.append(Text(f"no setting that trains the same fits: {stays} are there all the time", "bold"))
     elif result.smallest is not None:
         lines.append(Text("no setting that trains the same fits; this one takes least", "bold"))
         lines.append(_show_fit(result.smallest, result.overhead))

@@ -10,25 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from optune.errors import ConfigError
+from tune_cli.fitting import Fit, find_fits
 from tune_cli.recipes import Recipe, load_recipe
 from tune_cli.run import Request
 
 if TYPE_CHECKING:
     from optune.distributed import Processes
-    from optune.plan import Forecast, Setting
+    from optune.plan import Forecast, Setting, Task
     from optune.types import MicrobatchShape
-
-MOST_TRIED = 12
-"""Settings that are rehearsed until enough fit."""
-ENOUGH = 3
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A setting that fits."""
-
-    setting: Setting
-    forecast: Forecast
 
 
 @dataclass(frozen=True)
@@ -46,6 +35,11 @@ class Result:
     """What training adapters takes, or adapters over a base in NF4: not the same training, but what may fit."""
     adapters_by: str
     notes: list[str]
+
+    @property
+    def stays(self) -> int:
+        """Bytes that are there all the time, whatever is set, with those beside tensors."""
+        return self.forecast.totals["save"] + self.overhead
 
     def is_enough(self, forecast: Forecast) -> bool:
         return self.memory is None or forecast.peak + self.overhead <= self.memory
@@ -136,53 +130,57 @@ class Planner:
         from optune import plan
 
         self._note()
-        shapes = self._find_shapes()
-        forecast = self._forecast(self._request.recipe, self._cfg, *shapes)
+        shape, validation = self._find_shapes()
+        task = self._task(self._request.recipe, self._cfg, shape, validation)
+        forecast = self._forecast(task, self._cfg)
+        overhead = plan.OVERHEAD[self._device]
         result = Result(
-            self._summarize(*shapes, forecast.stepping), forecast, self._device, plan.OVERHEAD[self._device],
-            self._memory, [], None, None, "", self._notes,
+            self._summarize(shape, plan.describe_stepping(task)), forecast, self._device, overhead, self._memory,
+            [], None, None, "", self._notes,
         )  # fmt: skip
-        if result.is_enough(forecast):
+        if self._memory is None or result.is_enough(forecast):
             return result
-        fits, smallest = self._search(result, *shapes)
-        adapters_by, adapters = self._with_adapters(*shapes)
+        fits, smallest = self._search(task, forecast, self._memory - overhead, validation)
+        adapters_by, adapters = self._with_adapters(shape, validation)
         return replace(result, fits=fits, smallest=smallest, adapters=adapters, adapters_by=adapters_by)
 
     def _search(
-        self, result: Result, shape: MicrobatchShape, validation: MicrobatchShape | None
+        self, task: Task, forecast: Forecast, limit: int, validation: MicrobatchShape | None
     ) -> tuple[list[Fit], Fit | None]:
-        """The cheapest settings that fit, and the one that takes least of those that were tried."""
-        from optune import plan
+        """The cheapest settings that fit; see `find_fits`."""
+        from optune import models, plan
 
         cfg = self._cfg
         current = plan.Current(
             batch_size=cfg.batch_size,
             microbatches=cfg.gradient_accumulation_steps,
-            length=shape.length,
+            length=task.shape.length,
             checkpointing=cfg.activation_checkpointing,
             step=cfg.optimizer_step,
             clips=cfg.max_grad_norm is not None,
             stash=cfg.gradient_stash,
             accumulation=cfg.accumulation,
         )
-        waiting = plan.list_settings(self._config, current)
-        # What saves most comes first: where that is not enough, nothing is.
-        strongest = max(waiting, key=lambda setting: sum(setting.strength[1:]), default=None)
-        waiting.sort(key=lambda setting: setting is not strongest)
-        tried: list[Fit] = []
-        while waiting and len(tried) < MOST_TRIED:
-            setting = waiting.pop(0)
+
+        def rehearse(setting: Setting) -> Forecast | None:
+            changed = _change(cfg, setting.overrides)
             try:
-                forecast = self._forecast(self._request.recipe, _change(cfg, setting.overrides), shape, validation)
+                other = self._task(self._request.recipe, changed, task.shape, validation)
+                # Tokens in a step, and so what `auto` takes, are the same in all settings.
+                return self._forecast(replace(other, decided=task.decided), changed)
             except ConfigError:
-                continue  # it does not go with the rest of the config
-            tried.append(Fit(setting, forecast))
-            if not result.is_enough(forecast):
-                waiting = [other for other in waiting if not other.is_weaker(setting)]
-            elif sum(result.is_enough(fit.forecast) for fit in tried[1:]) == ENOUGH:
-                break
-        fits = sorted((fit for fit in tried if result.is_enough(fit.forecast)), key=lambda fit: fit.setting.time)
-        return fits[:ENOUGH], min(tried, key=lambda fit: fit.forecast.peak, default=None)
+                return None  # it does not go with the rest of the config
+
+        if current.clips and current.stash == "auto" and current.step != "immediate":
+            # Decides now what `auto` takes: much follows from it without a rehearsal.
+            within = _change(cfg, {"optimizer_step": "in_backward"})
+            other = self._task(self._request.recipe, within, task.shape, validation)
+            plan.decide_stash(replace(other, decided=task.decided))
+        assert self._processes is not None
+        width = self._config.hidden_size * models.DTYPES[cfg.model.dtype].itemsize
+        inputs = self._config.num_hidden_layers * width * (task.shape.length // self._processes.layout.tensor)
+        bounds = plan.Bounds(current, forecast, inputs, task.decided)
+        return find_fits(plan.list_settings(self._config, current), bounds, limit, rehearse)
 
     def _with_adapters(self, shape: MicrobatchShape, validation: MicrobatchShape | None) -> tuple[str, Forecast | None]:
         """What the same config takes with adapters, or where it trains them already, with their base in NF4; and what
@@ -192,28 +190,22 @@ class Planner:
             if hasattr(cfg, "lora"):
                 if cfg.lora.quantize_base is not None:
                     return "", None
-                cfg = _change(cfg, {})
+                words, cfg = "lora.quantize_base=nf4", _change(cfg, {})
                 cfg.lora.quantize_base = "nf4"
-                return "lora.quantize_base=nf4", self._forecast(recipe, cfg, shape, validation)
-            recipe = load_recipe("lora_finetune")
-            return "lora_finetune, same config", self._forecast(
-                recipe, replace(self._request, recipe=recipe).load(), shape, validation
-            )
+            else:
+                words, recipe = "lora_finetune, same config", load_recipe("lora_finetune")
+                cfg = replace(self._request, recipe=recipe).load()
+            return words, self._forecast(self._task(recipe, cfg, shape, validation), cfg)
         except ConfigError:
             return "", None
 
-    def _forecast(
-        self, recipe: Recipe, cfg: Any, shape: MicrobatchShape, validation: MicrobatchShape | None
-    ) -> Forecast:
-        from optune import plan, train
+    def _task(self, recipe: Recipe, cfg: Any, shape: MicrobatchShape, validation: MicrobatchShape | None) -> Task:
+        from optune import plan
 
         assert self._processes is not None
-        train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
-        saves = cfg.checkpoint.save_every_steps
-        is_at_end = saves is None or (cfg.max_steps is not None and saves >= cfg.max_steps)
         cfg = _change(cfg, {"activation_offloading": False}) if hasattr(cfg, "activation_offloading") else cfg
         rows_of = partial(replace, rows=cfg.batch_size)
-        task = plan.make_task(
+        return plan.make_task(
             partial(_function(recipe, "outline"), cfg),
             partial(_function(recipe, "build"), cfg),
             _function(recipe, "loss_sum"),
@@ -225,6 +217,13 @@ class Planner:
             validation=None if validation is None else rows_of(validation),
             processes=self._processes,
         )
+
+    def _forecast(self, task: Task, cfg: Any) -> Forecast:
+        from optune import plan, train
+
+        train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
+        saves = cfg.checkpoint.save_every_steps
+        is_at_end = saves is None or (cfg.max_steps is not None and saves >= cfg.max_steps)
         return plan.forecast(task, saved_on_device=self._device == "cpu" and not is_at_end)
 
     def _find_shapes(self) -> tuple[MicrobatchShape, MicrobatchShape | None]:
@@ -260,7 +259,7 @@ class Planner:
         training = plan.widest(batches, self._processes.data_size)
         return training, plan.widest(validation.batches, self._processes.data_size) if validation else None
 
-    def _summarize(self, shape: MicrobatchShape, validation: MicrobatchShape | None, stepping: str) -> dict[str, str]:
+    def _summarize(self, shape: MicrobatchShape, stepping: str) -> dict[str, str]:
         from optune import metrics
         from optune.types import count_parameters
 

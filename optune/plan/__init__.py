@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from optune.plan.bounds import Bounds
     from optune.plan.forecasting import MOMENTS, OVERHEAD, PARTS, Forecast, forecast
     from optune.plan.formulas import (
         Collective,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         traffic,
     )
     from optune.plan.predicting import make_task, predict
-    from optune.plan.rehearsal import Task
+    from optune.plan.rehearsal import Task, decide_stash, describe_stepping
     from optune.plan.rows import widest
     from optune.plan.settings import Current, Setting, list_settings
 
@@ -32,6 +33,7 @@ __all__ = [
     "MOMENTS",
     "OVERHEAD",
     "PARTS",
+    "Bounds",
     "Collective",
     "Current",
     "Forecast",
@@ -41,6 +43,8 @@ __all__ = [
     "Work",
     "bytes_on_the_wire",
     "count_parameters",
+    "decide_stash",
+    "describe_stepping",
     "flops_per_token",
     "forecast",
     "list_settings",
@@ -52,9 +56,10 @@ __all__ = [
 ]
 
 _FILES = {
+    "bounds": ("Bounds",),
     "forecasting": ("MOMENTS", "OVERHEAD", "PARTS", "Forecast", "forecast"),
     "predicting": ("make_task", "predict"),
-    "rehearsal": ("Task",),
+    "rehearsal": ("Task", "decide_stash", "describe_stepping"),
     "rows": ("widest",),
     "settings": ("Current", "Setting", "list_settings"),
 }

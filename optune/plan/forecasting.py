@@ -46,8 +46,6 @@ class Forecast:
     """Bytes at the fullest point of each moment, by part; both in the order of `MOMENTS` and `PARTS`."""
 
     moments: Mapping[str, Mapping[str, int]]
-    stepping: str = ""
-    """What the stepper says of itself."""
 
     @property
     def totals(self) -> dict[str, int]:
@@ -68,7 +66,7 @@ def forecast(task: Task, *, saved_on_device: bool = False) -> Forecast:
     """What `task` takes. With `saved_on_device` the copies from which checkpoints are written in the background stay in
     the same memory from the first save on (a run on the CPU that saves before its end)."""
     try:
-        account, stepping = rehearse(task)
+        account = rehearse(task)
     except NO_VALUES as error:
         raise ConfigError(
             f"memory cannot be predicted so: {_name_operation(error)} needs values, and a plan has none",
@@ -86,7 +84,7 @@ def forecast(task: Task, *, saved_on_device: bool = False) -> Forecast:
             if moment != "load":
                 parts["copies"] = copies
     moments = {moment: fullest[moment] for moment in MOMENTS if moment in fullest}
-    return Forecast({moment: _in_order(parts) for moment, parts in moments.items()}, stepping)
+    return Forecast({moment: _in_order(parts) for moment, parts in moments.items()})
 
 
 def _name_operation(error: BaseException) -> str:

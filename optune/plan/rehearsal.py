@@ -25,7 +25,8 @@ from optune.distributed import Processes
 from optune.loss import Loss
 from optune.optim import filled, named_optimizer_parameters
 from optune.optim.stash import choose
-from optune.plan.tracker import Stretch, Tracker, inner_tensors, storage_key
+from optune.plan.remembering import storage_key
+from optune.plan.tracker import Stretch, Tracker, inner_tensors
 from optune.plan.without_values import answering, give_memory, make_answers, make_mode
 from optune.types import IGNORE, Microbatch, MicrobatchShape
 
@@ -42,7 +43,8 @@ BEGINNING = ("forward", "state", "first")
 class Task:
     """What is rehearsed. `outline(layers)` gives a model on the meta device, `build(model, processes, fill,
     positions)` the optimizer and the stepper that train it, as recipes do. `alike`: all blocks have the same shapes.
-    `validation`: the shape of its microbatches, None for none."""
+    `validation`: the shape of its microbatches, None for none. `decided` is filled with what `gradient_stash: auto`
+    takes, and may be shared by tasks with the same model, optimizer and tokens in a step."""
 
     outline: Callable[[int], Any]
     build: Callable[[Any, Processes, Callable[[Any], None], int], tuple[torch.optim.Optimizer, Any]]
@@ -55,6 +57,7 @@ class Task:
     validation: MicrobatchShape | None = None
     processes: Processes = field(default_factory=lambda: Processes(torch.device("cpu")))
     round_up: Callable[[int], int] = int
+    decided: list[choose.Choice] = field(default_factory=list)
 
     @property
     def positions_per_step(self) -> int:
@@ -65,14 +68,21 @@ Account = dict[tuple[Hashable, ...], Counter[str]]
 """The most of each stretch, by part; a key's first item is the moment of the step."""
 
 
-def rehearse(task: Task) -> tuple[Account, str]:
-    """What is alive at the fullest point of every stretch of a step, once the optimizer has its state; and what the
-    stepper says of itself.
+def rehearse(task: Task) -> Account:
+    """What is alive at the fullest point of every stretch of a step, once the optimizer has its state.
 
     The first item of a key is the moment: load, forward, backward, step, validation, or save for what is saved.
     """
-    with torch.random.fork_rng(devices=[]), _policy_of_whole_model(task) as stepping:
-        return _rehearse_microbatches(task, is_factored="factored" in stepping), stepping
+    with torch.random.fork_rng(devices=[]), _deciding_for_whole_model(task):
+        # Factors of all microbatches wait together.
+        is_factored = task.microbatches > 2 and "factored" in _describe_stepping(task, min(task.layers, SHALLOW))
+        return _rehearse_microbatches(task, is_factored=is_factored)
+
+
+def describe_stepping(task: Task) -> str:
+    """What the stepper of the whole model says of itself."""
+    with torch.random.fork_rng(devices=[]):
+        return _describe_stepping(task, task.layers)
 
 
 def _rehearse_microbatches(task: Task, *, is_factored: bool) -> Account:
@@ -111,28 +121,43 @@ def _add(start: Counter[str], less: Counter[str], more: Counter[str], times: int
     return Counter({part: start[part] + times * (more[part] - less[part]) for part in parts})
 
 
+def decide_stash(task: Task) -> None:
+    """Fills `task.decided`, where its stepper has a stash to choose."""
+    with torch.random.fork_rng(devices=[]), _deciding_for_whole_model(task):
+        _describe_stepping(task, min(task.layers, SHALLOW))
+
+
 @contextmanager
-def _policy_of_whole_model(task: Task) -> Iterator[str]:
-    """Lets `gradient_stash: auto` decide for a shallow model what it decides for the whole one, whose stepper's
-    description it gives."""
-    plain, chosen = choose.choose_policy, []
+def _deciding_for_whole_model(task: Task) -> Iterator[None]:
+    """Lets `gradient_stash: auto` decide for a shallow model what it decides for the whole one."""
+    plain = choose.choose_policy
 
     def decide(*args: Any, **kwargs: Any) -> choose.Choice:
-        if not chosen:
-            chosen.append(plain(*args, **kwargs))
-        return chosen[0]
+        if not task.decided:
+            choose.choose_policy = remember
+            _describe_stepping(task, task.layers)
+            choose.choose_policy = decide
+        return task.decided[0]
+
+    def remember(*args: Any, **kwargs: Any) -> choose.Choice:
+        task.decided.append(plain(*args, **kwargs))
+        return task.decided[0]
 
     choose.choose_policy = decide
     try:
-        model = task.outline(task.layers)
-        give_memory(model, make_mode(), "cpu")
-        with answering():
-            _, stepper = task.build(model, task.processes, lambda _: None, task.positions_per_step)
-        stepping = stepper.describe()
-        stepper.close()
-        yield stepping
+        yield
     finally:
         choose.choose_policy = plain
+
+
+def _describe_stepping(task: Task, layers: int) -> str:
+    model = task.outline(layers)
+    give_memory(model, make_mode(), "cpu")
+    with answering():
+        _, stepper = task.build(model, task.processes, lambda _: None, task.positions_per_step)
+    stepping = stepper.describe()
+    stepper.close()
+    return stepping
 
 
 def _watch(task: Task, layers: int) -> Account:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optune.plan.formulas import Shape, block_parameters
 
@@ -21,26 +21,9 @@ MOVED = 0.02
 HALVED = 0.01
 """What half as many rows at once, twice as often, costs: weights are read twice as often."""
 
-_KINDS = ["none", "selective", "block"]
+KINDS = ["none", "selective", "block"]
+"""Of checkpointing, each keeping less than the one before."""
 Overrides = Mapping[str, str | int]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Keys that differ from the run as it is set, and the time of a step against it."""
-
-    overrides: Overrides
-    time: float
-    strength: tuple[int, ...] = ()
-    """How much is done to save memory, in each of several ways."""
-
-    def is_weaker(self, other: Setting) -> bool:
-        """Whether `other` saves by the same means, and at least as much by each of them."""
-        return self.strength[0] == other.strength[0] and all(map(int.__le__, self.strength, other.strength))
-
-    @property
-    def words(self) -> list[str]:
-        return [f"{key}={value}" for key, value in self.overrides.items()]
 
 
 @dataclass(frozen=True)
@@ -55,6 +38,26 @@ class Current:
     clips: bool
     stash: str
     accumulation: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Keys that differ from the run as it is set, and the time of a step against it."""
+
+    overrides: Overrides
+    time: float
+    current: Current
+    """How the run is set then."""
+    strength: tuple[int, ...] = ()
+    """How much is done to save memory, in each of several ways."""
+
+    def is_weaker(self, other: Setting) -> bool:
+        """Whether `other` saves by the same means, and at least as much by each of them."""
+        return self.strength[0] == other.strength[0] and all(map(int.__le__, self.strength, other.strength))
+
+    @property
+    def words(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.overrides.items()]
 
 
 def list_settings(shape: Shape, current: Current) -> list[Setting]:
@@ -82,11 +85,15 @@ def list_settings(shape: Shape, current: Current) -> list[Setting]:
         halvings = (current.batch_size // rows).bit_length() - 1
         strength = (
             int(accumulation == "breadth_first"),
-            _KINDS.index(checkpointing),
+            KINDS.index(checkpointing),
             (step == "in_backward") + (name == "two_pass"),
             halvings,
         )
-        settings.append(Setting(overrides, work * (1 + HALVED * halvings), strength))
+        after = replace(
+            current, batch_size=rows, microbatches=microbatches, checkpointing=checkpointing, step=step, stash=stash,
+            accumulation=accumulation,
+        )  # fmt: skip
+        settings.append(Setting(overrides, work * (1 + HALVED * halvings), after, strength))
     return sorted(settings, key=lambda setting: (round(setting.time, 3), len(setting.overrides)))
 
 
@@ -95,7 +102,7 @@ def _step_of(current: Current) -> str:
 
 
 def _checkpointing(current: Current) -> list[str]:
-    return _KINDS[_KINDS.index(current.checkpointing) :]
+    return KINDS[KINDS.index(current.checkpointing) :]
 
 
 def _steps(current: Current) -> list[tuple[str, str]]:

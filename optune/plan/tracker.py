@@ -13,11 +13,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from optune.plan.remembering import call, describe, storage_key
 
 _MAKE_WEIGHTS = ("optune::frozen", "optune::lora")
 _SMALL = 2**16
 _FROM_OTHERS = ("c10d", "_c10d_functional", "fsdp")
+_DEVICE = torch.ops.prim.device.default
+_EXTRA: dict[Hashable, int] = {}
+"""What the inside of an operation of ours takes at most, by all that it depends on: blocks are alike."""
 Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -57,21 +63,22 @@ class Tracker(TorchDispatchMode):
         self.answer, self._round_up = answer, round_up
         self._alive: dict[int, Storage] = {}
         self._parts: Counter[str] = Counter()
-        self._total = self._serial = 0
+        self._total = self._serial = self._highest = 0
         self.part = "activations"
         self.moment = "load"
         self.stretches: list[Stretch] = []
         self.begin("load")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # every second call is this one
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of others: what it does with those comes here by itself
         result = self.answer(func, args, kwargs or {})
         if result is NotImplemented and _is_looked_into(func, args):
-            with self:
-                result = OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
+            result = self._look_into(func, args, kwargs or {})
         elif result is NotImplemented:
-            result = func(*args, **(kwargs or {}))
+            result = call(func, args, kwargs or {})
         if func.namespace in _FROM_OTHERS:
             self._name_gathered([*args, result])
         if isinstance(result, Tensor):
@@ -142,6 +149,19 @@ class Tracker(TorchDispatchMode):
         with patch.object(torch.UntypedStorage, "resize_", resize):
             yield
 
+    def _look_into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls one of our own operations, with what its inside takes for a moment."""
+        key = (func, self.answer, self._round_up, *describe((*args, *sorted(kwargs.items())), []))
+        if key in _EXTRA:
+            self._note_peak(_EXTRA[key])
+            return call(func, args, kwargs)
+        before, highest, self._highest = self._total, self._highest, self._total
+        with self:
+            result = OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+        _EXTRA[key] = self._highest - before
+        self._highest = max(highest, self._highest)
+        return result
+
     def _name_gathered(self, values: Iterable[Any]) -> None:
         """What comes from other processes, or goes to them, and would be nameless."""
         for value in values:
@@ -176,10 +196,13 @@ class Tracker(TorchDispatchMode):
         self._parts[part] += size
         self._total += size
 
-    def _note_peak(self) -> None:
-        stretch = self.stretches[-1]
-        if self._total > stretch.total:
-            stretch.parts, stretch.total, stretch.serial = self._parts.copy(), self._total, self._serial
+    def _note_peak(self, extra: int = 0) -> None:
+        """Remembers what is alive, and `extra` of the part of this moment, where that is the most so far."""
+        stretch, total = self.stretches[-1], self._total + extra
+        self._highest = max(self._highest, total)
+        if total > stretch.total:
+            stretch.parts, stretch.total, stretch.serial = self._parts.copy(), total, self._serial
+            stretch.parts[self.part] += extra
 
     def _relabel(self, storage: Storage, part: str) -> None:
         if storage.part == part:
@@ -212,8 +235,3 @@ def _is_looked_into(operation: Any, args: tuple[Any, ...]) -> bool:
     if operation.namespace != "optune":
         return False
     return operation._schema.name.startswith(_MAKE_WEIGHTS) or args[0].numel() <= _SMALL
-
-
-def storage_key(tensor: Tensor) -> int:
-    """What tells storages apart while they live."""
-    return tensor.untyped_storage()._cdata

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 from unittest.mock import patch
@@ -45,12 +45,15 @@ def give_memory(model: nn.Module, mode: FakeTensorMode, device: str) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in made:
+                # Not empty_like: what is not fake is looked at at length.
+                shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
                 with mode:
-                    values = torch.empty_like(parameter, device=device)
+                    values = torch.empty_strided(shape, stride, dtype=dtype, device=device)
                 made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
 
 
+@cache
 def make_answers(mask_size: int, targets: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
     """`Tracker`'s answers where masks of `mask_size` positions (a microbatch's) have `targets` that are set."""
 

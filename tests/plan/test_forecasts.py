@@ -11,7 +11,7 @@ import torch
 from optune import distributed
 from optune.distributed.pretending import pretend
 from optune.errors import ConfigError
-from optune.plan import MOMENTS, PARTS, Forecast, Work, forecast, memory
+from optune.plan import MOMENTS, PARTS, Bounds, Forecast, Work, forecast, memory, tracker
 from optune.plan.rehearsal import SHALLOW, SHALLOW_DIVIDED
 from optune.plan.settings import Current, list_settings
 from tests.plan.real_steps import Case, make_config, make_task, measure
@@ -138,6 +138,41 @@ def test_what_depends_on_values_is_refused_by_its_name_and_never_guessed() -> No
 
     with pytest.raises(ConfigError, match=r"aten\.bincount\.default needs values"):
         forecast(replace(task, build=build))
+
+
+def test_operations_that_are_remembered_give_what_working_through_each_of_them_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for case in (
+        Case("qwen3", "model.dtype=bf16 activation_checkpointing=selective gradient_accumulation_steps=2"),
+        Case("wide", "lora.rank=16 lora.quantize_base=nf4 optimizer_step=in_backward", recipe="lora_finetune"),
+    ):
+        remembered = [forecast(make_task(case)).moments for _ in range(2)]
+        with monkeypatch.context() as patched:
+            patched.setattr(tracker, "call", lambda func, args, kwargs: func(*args, **kwargs))
+            patched.setattr(tracker, "_EXTRA", {})
+            assert [forecast(make_task(case)).moments] * 2 == remembered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_no_setting_takes_less_than_what_is_said_to_be_its_least(microbatches: int) -> None:
+    current = Current(
+        batch_size=2, microbatches=microbatches, length=128, checkpointing="none", step="after_backward", clips=True,
+        stash="auto", accumulation="depth_first",
+    )  # fmt: skip
+    words = f"gradient_accumulation_steps={microbatches} model.dtype=bf16"
+    task = make_task(Case("wide", words))
+    bounds = Bounds(current, forecast(task), task.layers * 128 * 256 * 2)
+    close = 0
+    for setting in list_settings(make_config("wide"), current)[::4]:
+        changes = " ".join([words, *setting.words])
+        found = forecast(make_task(Case("wide", changes, rows=setting.current.batch_size)))
+        least = bounds.least(setting.current)
+        assert bounds.stays < least <= found.peak * 1.001, changes
+        close += least > 0.8 * found.peak
+        bounds.learn(setting.current, found)
+    assert close >= 2  # it says something
 
 
 def test_settings_are_sorted_by_time_keep_the_rows_of_a_step_and_never_undo_what_is_set() -> None:
