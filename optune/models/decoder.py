@@ -9,8 +9,9 @@ can be seen (T, or the cache's).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -78,6 +79,10 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weight, self.eps)
 
+    def remaking(self, normed: Tensor, hidden: Tensor) -> AbstractContextManager[Any]:
+        """Layers that run in this context and keep `normed` keep `hidden`, which this norm keeps anyway."""
+        return remaking(normed, partial(rms_norm, eps=self.eps), hidden, self.weight)
+
 
 class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, index: int) -> None:
@@ -118,7 +123,7 @@ class MLP(nn.Module):
     def forward(self, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
         gate_BTF, up_BTF = self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)
         inner_BTF = swiglu(gate_BTF, up_BTF)
-        with remaking(inner_BTF, gate_BTF, up_BTF) if context.keeps_little else nullcontext():
+        with remaking(inner_BTF, swiglu, gate_BTF, up_BTF) if context.keeps_little else nullcontext():
             return self.down_proj(inner_BTF)
 
 
@@ -133,8 +138,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
-        hidden_BTD = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD), context)
-        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD), context)
+        normed_BTD = self.input_layernorm(hidden_BTD)
+        with self.input_layernorm.remaking(normed_BTD, hidden_BTD) if context.keeps_little else nullcontext():
+            hidden_BTD = hidden_BTD + self.self_attn(normed_BTD, context)
+        normed_BTD = self.post_attention_layernorm(hidden_BTD)
+        with self.post_attention_layernorm.remaking(normed_BTD, hidden_BTD) if context.keeps_little else nullcontext():
+            return hidden_BTD + self.mlp(normed_BTD, context)
 
 
 class _Body(nn.Module):
@@ -294,7 +303,9 @@ class Decoder(nn.Module):
 
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block in place (names stay). The whole model in one graph would free nothing early."""
-        compiling.get_ready(self.device)
+        settings = compiling.get_ready(self.model.norm.weight)
+        if settings and not options.keys() & {"backend", "mode", "options"}:
+            options["options"] = settings
         for block in self.blocks:
             if self.activation_checkpointing == "selective":
                 recomputing.select_inside(block)

@@ -10,7 +10,7 @@ Shapes: D width, F inner features of the MLP, anything (…) in front.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import has_torch_function
 
 from optune import kernels
 
@@ -40,30 +41,44 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.ops.optune.swiglu(gate, up)
 
 
-def remaking(product: Tensor, gate: Tensor, up: Tensor) -> AbstractContextManager[Any]:
-    """A layer that runs in this context and keeps its input `product` = swiglu(gate, up) keeps `gate` and `up`, which
-    are kept anyway, and makes the product again when its backward asks for it."""
-    if torch.compiler.is_compiling() or not product.requires_grad:
+def remaking(made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[Any]:
+    """Layers that run in this context and keep `made`, which is `make(*inputs)`, keep these inputs, which are kept
+    anyway. It is made again when the first of them asks for it in backward, and let go when the last one has."""
+    # Modes that have to see each use of a parameter may change one between.
+    is_plain = type(made) is Tensor and not has_torch_function(inputs)
+    if torch.compiler.is_compiling() or not made.requires_grad or not is_plain:
         return nullcontext()
-    storage, size = product.untyped_storage()._cdata, product.numel()
+    storage, size = made.untyped_storage()._cdata, made.numel()
+    remade = _Remade(make, tuple(tensor.detach() for tensor in inputs))
 
-    def pack(tensor: Tensor) -> Tensor | _Product:
+    def pack(tensor: Tensor) -> Tensor | tuple[_Remade, torch.Size]:
         if tensor.untyped_storage()._cdata != storage or tensor.numel() != size:
             return tensor
-        return _Product(gate.detach(), up.detach(), tensor.shape)
+        remade.uses += 1
+        return remade, tensor.shape
 
-    return saved_tensors_hooks(pack, lambda kept: kept.make() if isinstance(kept, _Product) else kept)
+    def unpack(kept: Tensor | tuple[_Remade, torch.Size]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept[0].take().view(kept[1])
+
+    return saved_tensors_hooks(pack, unpack)
 
 
-@dataclass(frozen=True)
-class _Product:
-    gate: Tensor
-    up: Tensor
-    shape: torch.Size
+@dataclass
+class _Remade:
+    make: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    uses: int = 0
+    taken: int = 0
+    value: Tensor | None = None
 
-    def make(self) -> Tensor:
-        with torch.no_grad():
-            return swiglu(self.gate, self.up).view(self.shape)
+    def take(self) -> Tensor:
+        value = self.value
+        if value is None:
+            with torch.no_grad():
+                value = self.make(*self.inputs)
+        self.taken += 1
+        self.value = None if self.taken % self.uses == 0 else value
+        return value
 
 
 def _normalize(hidden: Tensor, eps: float) -> Tensor:

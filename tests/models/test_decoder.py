@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from optune import generation, models
-from optune.models import decoder, recomputing
+from optune.models import decoder, masks, recomputing
 from tests import fixtures
+from tests.optim.memory_tracker import StorageTracker
 
 TOKENS_BT = torch.tensor([[0, 7, 8, 30, 31, 44], [0, 9, 60, 61, 62, 5]])
 
@@ -50,24 +52,42 @@ def test_activation_checkpointing_gives_the_same_gradients_with_dropout(tmp_path
     assert not torch.equal(plain["model.norm.weight"], gradients(model, seed=1)["model.norm.weight"])
 
 
+def test_blocks_keep_neither_their_normed_states_nor_the_product_of_their_gate(tmp_path: Path) -> None:
+    """Bytes that live when the forward pass is over; two backwards over it find what they need."""
+    model = load(tmp_path, num_hidden_layers=3)
+    tokens_BT = TOKENS_BT.repeat(4, 3)
+
+    def run() -> tuple[int, list[Tensor]]:
+        with StorageTracker(model.parameters()) as tracker:
+            hidden_BTD = model.hidden(tokens_BT)
+            kept = tracker.live_bytes
+        hidden_BTD.square().mean().backward(retain_graph=True)
+        (hidden_BTD * 3).sum().backward()
+        made = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        return kept, made
+
+    kept, made = run()
+    with mock.patch.object(decoder, "remaking", lambda *_: nullcontext()):
+        more, plain = run()
+    config = model.config
+    assert more - kept == 4 * tokens_BT.numel() * 3 * (2 * config.hidden_size + config.intermediate_size)
+    assert len(made) == len(plain) == len(list(model.parameters())) - (not config.tie_word_embeddings)
+    assert all(map(torch.equal, made, plain))
+
+
 def test_activation_checkpointing_keeps_only_the_inputs_of_blocks(tmp_path: Path) -> None:
-    """Counts the storage that autograd holds when the forward pass is over."""
+    """Counts what lives when the forward pass is over."""
     model = load(tmp_path, num_hidden_layers=6)
 
     def saved_bytes() -> int:
-        storages: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with StorageTracker(model.parameters()) as tracker:
+            before = tracker.live_bytes
             hidden_BTD = model.embed(TOKENS_BT)
             context = model.context(torch.arange(TOKENS_BT.shape[1])[None])
             for block in model.blocks:
                 hidden_BTD = model.run_block(block, hidden_BTD, context)
-        return sum(size for pointer, size in storages.items() if pointer not in weights)
+            return tracker.live_bytes - before
 
     everything = saved_bytes()
     model.activation_checkpointing = "block"
@@ -89,7 +109,7 @@ def test_attention_needs_a_mask_only_where_causal_order_is_not_enough() -> None:
     """Off the CPU, and with a cache."""
 
     def mask(window: int | None, documents_BT: torch.Tensor | None) -> torch.Tensor | None:
-        return decoder._mask(6, torch.device("cpu"), window, documents_BT, None, None)
+        return masks.make_mask(6, torch.device("cpu"), window, documents_BT, None, None)
 
     documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1]])
     assert mask(None, None) is None

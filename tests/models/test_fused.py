@@ -88,7 +88,7 @@ def test_a_remade_product_is_not_kept_and_its_layers_gradient_is_the_same_bit_fo
     def product_is_kept(remakes: bool) -> bool:
         inner = fused.swiglu(gate, up)
         if remakes:
-            with fused.remaking(inner, gate, up):
+            with fused.remaking(inner, fused.swiglu, gate, up):
                 out = layer(inner)
         else:
             out = layer(inner)

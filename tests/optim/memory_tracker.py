@@ -56,7 +56,8 @@ class GradientTracker(TorchDispatchMode):
 
 
 class StorageTracker(TorchDispatchMode):
-    """`peak_bytes` is the most that all storages took at one time: `held`, and whatever operations make.
+    """`peak_bytes` is the most that all storages took at one time: `held`, and whatever operations make; `live_bytes`
+    is what they take now.
 
     Storages that are not named are not there for it: hand over everything that lives when it begins.
     """
@@ -64,7 +65,7 @@ class StorageTracker(TorchDispatchMode):
     def __init__(self, held: Iterable[Tensor]) -> None:
         super().__init__()
         self._live: dict[int, int] = {}
-        self._now = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = 0
         for tensor in held:
             self._enter(tensor)
 
@@ -86,12 +87,12 @@ class StorageTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
             self._live[storage._cdata] = storage.nbytes()
-            self._now += storage.nbytes()
-            self.peak_bytes = max(self.peak_bytes, self._now)
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             weakref.finalize(storage, self._leave, storage._cdata)
 
     def _leave(self, key: int) -> None:
-        self._now -= self._live.pop(key)
+        self.live_bytes -= self._live.pop(key)
 
 
 def storage_key(tensor: Tensor) -> int:
