@@ -265,11 +265,14 @@ def _(
     documents_BT: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
+    made = (
         _make_queries(query_BNTH, key_BKTH.shape[1])[0].transpose(1, 2),
         key_BKTH.new_empty(key_BKTH.shape),
         value_BKTH.new_empty(value_BKTH.shape),
     )
+    if native_attention.find(grad_BNTH, query_BNTH, key_BKTH, value_BKTH):
+        return native_attention.lay_out(*made)
+    return made
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,8 +1,11 @@
-"""torch.compile on CPUs, without what its C++ costs at the start of a run.
+"""torch.compile on CPUs: what a block is compiled to, without what that need not cost at the start of a run.
 
-Beside the products and the operations of `models.fused`, `models.attention` and `models.rope` little is left to
-generate: a handful of loops, which the C++ compiler turns into code in a second or two each. Around them torch does
-three things that took longer than that, one after another, with nothing kept from an earlier run.
+Where this machine has kernels for the weights (`optune.kernels`), they and the products are all of a block but a few
+sums. Loops in C++, which the code generator would make of those, cost two seconds of processor time each to compile and
+were no faster: torch's own operations stay, in a graph that is traced and planned once. Compiled and eager numbers
+are the same bits then.
+
+Elsewhere loops are made. Around them torch does three things that took longer than the loops, one after another.
 
 - It compiles and loads trial programs with its vector headers, for each set of vector instructions. Here the compiler
   is asked whether it knows their flags, in milliseconds, and torch whether it runs on them itself.
@@ -20,6 +23,7 @@ import threading
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optune import kernels
 
@@ -27,20 +31,24 @@ _TRIES_ISA = "TORCHINDUCTOR_VEC_ISA_OK"
 _PRECOMPILES = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
-def get_ready(device: torch.device) -> None:
-    """Makes the first compilation on `device` short; returns at once. What the environment says to torch stands."""
-    if device.type != "cpu":
-        return
+def get_ready(weight: Tensor) -> dict[str, Any]:
+    """Makes the first compilation of a block with weights like `weight` short, and returns the settings for its code
+    generator. What the environment says to torch stands."""
+    if weight.device.type != "cpu":
+        return {}
     # All imports here: two threads that import parts of one package wait for each other.
     from torch._inductor import codecache, compile_fx, config, cpu_vec_isa  # noqa: F401
 
+    kernels.is_ready()  # Compiled code calls them, and cannot ask for them.
+    if kernels.covers(weight):
+        return {"fallback_by_default": True}
     if _PRECOMPILES not in os.environ:
         config.cpp_cache_precompile_headers = False
     if _TRIES_ISA not in os.environ and config.cpp.vec_isa_ok is None and _knows_vectors():
         config.cpp.vec_isa_ok = True
     here = contextvars.copy_context()  # Torch's settings are those of a thread.
     threading.Thread(target=here.run, args=(_choose_vectors,), name="optune-compiling", daemon=True).start()
-    kernels.is_ready()  # Compiled code calls them, and cannot ask for them.
+    return {}
 
 
 def _knows_vectors() -> bool:

@@ -64,6 +64,12 @@ def backward(
     return grad_query_BTNH.transpose(1, 2), grad_key_BTKH.transpose(1, 2), grad_value_BTKH.transpose(1, 2)
 
 
+def lay_out(*gradients_BNTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors of the same shapes, as `backward` lays them out in memory."""
+    query, key, value = (torch.empty_like(_by_positions(tensor)).transpose(1, 2) for tensor in gradients_BNTH)
+    return query, key, value
+
+
 def _by_positions(tensor: Tensor) -> Tensor:
     """(B, N, T, H) as (B, T, N, H), contiguous."""
     return tensor.transpose(1, 2).contiguous()

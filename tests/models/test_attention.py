@@ -1,5 +1,7 @@
 """Attention by tiles against torch's own under an explicit mask, in float64."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,6 +113,10 @@ def test_a_document_whose_positions_stand_apart_is_refused():
 def test_torch_can_trace_compile_and_count_it():
     inputs = make_inputs(2, 4, 2, 70, 8, torch.float32)[:3]
     torch.library.opcheck(torch.ops.optune.causal_attention.default, (*inputs, None, None))
+    for dtype, width in itertools.product((torch.float32, torch.bfloat16), (8, 64)):  # with and without a native kernel
+        *three, grad = make_inputs(2, 4, 2, 70, width, dtype)
+        operation = torch.ops.optune.causal_attention_backward.default
+        torch.library.opcheck(operation, (grad, *three, None, None), test_utils="test_faketensor")
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         causal_attention(*inputs, None, None).sum().backward()
     scores = 64 * 64 + 6 * 70  # of the two tiles

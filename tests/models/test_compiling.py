@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from optune import kernels, models
 from optune.models import compiling
+from tests import fixtures
 
 PROGRAM = """
 import threading, torch
+from optune import kernels, models
 from optune.models import compiling
-compiling.get_ready(torch.device("cpu"))
+from tests import fixtures
+assert compiling.get_ready(torch.ones(1, dtype=torch.float16)) == {}
 x = torch.randn(64, 64)
 torch.testing.assert_close(torch.compile(lambda x: (x * 2).sin() + 1)(x), (x * 2).sin() + 1)
 [each.join() for each in threading.enumerate() if each.name == "optune-compiling"]
@@ -50,3 +54,34 @@ def test_a_compiler_that_does_not_know_the_instructions_is_tried_by_torch(
     assert compiling._knows_vectors() is answer
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert compiling._knows_vectors() is False
+
+
+@pytest.mark.slow
+def test_with_kernels_compiled_blocks_give_the_bits_of_eager_ones_and_no_loop_is_made(tmp_path: Path) -> None:
+    if not kernels.is_ready():
+        pytest.skip(kernels.describe() or "")
+    from torch._inductor import metrics
+
+    folder = fixtures.write_model(tmp_path, head_dim=16)
+    tokens_BT = torch.arange(140).view(2, 70) % 75
+    made: list[list[torch.Tensor]] = []
+    metrics.reset()
+    for compiles in (False, True):
+        model = models.load(folder, dtype=torch.bfloat16)
+        if compiles:
+            model.compile_blocks()
+        hidden_BTD = model.hidden(tokens_BT)
+        hidden_BTD.float().square().sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        made.append([hidden_BTD.detach(), *gradients])
+    assert metrics.generated_kernel_count == 0 and metrics.ir_nodes_pre_fusion > 0
+    for eager, compiled in zip(*made, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_the_code_generator_gets_no_settings_beside_a_backend_of_its_own(tmp_path: Path) -> None:
+    model = models.load(fixtures.write_model(tmp_path), dtype=torch.float32)
+    seen = []
+    model.compile_blocks(backend=lambda graph, inputs: seen.append(graph) or graph)
+    model(torch.arange(4)[None])
+    assert seen
