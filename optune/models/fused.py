@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import has_torch_function
 
 from optune import kernels
+from optune.shards import is_sharded
 
 _PART_ON_CPU = 2**18
 """Elements worked on at a time."""
@@ -44,9 +45,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def remaking(made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[Any]:
     """Layers that run in this context and keep `made`, which is `make(*inputs)`, keep these inputs, which are kept
     anyway. It is made again when the first of them asks for it in backward, and let go when the last one has."""
-    # Modes that have to see each use of a parameter may change one between.
-    is_plain = type(made) is Tensor and not has_torch_function(inputs)
-    if torch.compiler.is_compiling() or not made.requires_grad or not is_plain:
+    # A mode that sees each use of a parameter may change it before the layers ask.
+    changes = has_torch_function(inputs) and any(isinstance(tensor, nn.Parameter) for tensor in inputs)
+    if torch.compiler.is_compiling() or not made.requires_grad or changes or is_sharded(made):
         return nullcontext()
     storage, size = made.untyped_storage()._cdata, made.numel()
     remade = _Remade(make, tuple(tensor.detach() for tensor in inputs))
