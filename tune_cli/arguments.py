@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -36,12 +37,18 @@ class Parser(argparse.ArgumentParser):
         self.command = command
 
     def error(self, message: str) -> NoReturn:
+        for action in self._actions:
+            name = "/".join(action.option_strings)
+            if name and message.startswith(f"argument {name}: "):
+                words = f"{action.option_strings[-1]} {action.metavar or ''}".rstrip()
+                reason = message.removeprefix(f"argument {name}: ")
+                raise ConfigError(_say_plainly(reason), where=action.option_strings[-1], hint=f"{words}: {action.help}")
         raise ConfigError(f"optune {self.command}: {message}", hint=f"usage: {self.usage}")
 
     def split(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """The options and the other words. Raises ConfigError for an option that does not exist."""
         words, rest = _split_at_dashes(words)
-        options, others = self.parse_known_args(words)
+        options, others = self.parse_known_args(self._join_values(words))
         for word in others:
             if word.startswith("-") and word != "-":
                 name = word.split("=")[0]
@@ -52,6 +59,17 @@ class Parser(argparse.ArgumentParser):
                 )
         return options, others + rest
 
+    def _join_values(self, words: list[str]) -> list[str]:
+        """`--memory -1GiB` as `--memory=-1GiB`: the number is the option's value, and no option of that name."""
+        valued = {name for action in self._actions if action.nargs is None for name in action.option_strings}
+        joined: list[str] = []
+        for word in words:
+            if joined and joined[-1] in valued and re.match(r"-\.?[0-9]", word):
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return joined
+
     def take(self, words: list[str], *names: str, optional: int = 0) -> list[str]:
         """Checks that as many words came as there are `names`, of which the last `optional` may be left out."""
         if len(words) < len(names) - optional:
@@ -59,6 +77,20 @@ class Parser(argparse.ArgumentParser):
         if len(words) > len(names):
             self.error(f"{words[len(names)]!r} is one word too many")
         return words
+
+
+def _say_plainly(reason: str) -> str:
+    """argparse's reason in our words."""
+    for pattern, words in (
+        (r"expected one argument", "a value is missing"),
+        (r"ignored explicit argument (.*)", r"takes no value, and was given \1"),
+        (r"invalid int value: (.*)", r"\1 is not a whole number"),
+        (r"invalid float value: (.*)", r"\1 is not a number"),
+        (r"invalid choice: ('.*?') \(choose from (.*)\)", r"\1 is not one of \2"),
+    ):
+        if found := re.fullmatch(pattern, reason):
+            return found.expand(words)
+    return reason
 
 
 def _split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -68,6 +68,24 @@ def check_config(cfg: Any, count: int, machines: int) -> None:
         run_folder.check_output(cfg.output_dir, resume=cfg.resume)
 
 
+def check_settings(cfg: Any, device: Any) -> None:
+    """Raises ConfigError where a run on `device` would refuse what stands in `cfg`: all that a recipe asks before it
+    looks at its model, its rows and its output folder."""
+    from optune import models, optim, session, train
+    from optune.config import read_target, schedule_keywords
+
+    train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
+    if cfg.activation_offloading:
+        models.check_offloading(device, cfg.accumulation)
+    session.TimeLimit(cfg.max_time)
+    for factory, keywords in map(read_target, cfg.loggers):
+        factory(**keywords)
+    if cfg.data.streaming:
+        train.count_steps(None, cfg.epochs, cfg.max_steps)
+    # How many steps there are is not known without rows; with more of them nothing more is refused.
+    optim.build_schedule(total_steps=cfg.max_steps or 2**31, **schedule_keywords(cfg.schedule))
+
+
 def share_cores(count: int) -> None:
     """Divides this machine's cores among its processes, unless the user has."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))

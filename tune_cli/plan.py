@@ -46,7 +46,9 @@ def run(words: list[str]) -> int:
 
 
 def _add_options(parser: Parser) -> None:
-    parser.add_argument("--memory", metavar="SIZE", type=read_size, help="what there is: 24GiB, 24GB, 24000MiB")
+    parser.add_argument(
+        "--memory", metavar="SIZE", type=read_size, help="what there is, such as 24GiB, 24GB or 24000MiB"
+    )
     parser.add_argument("--length", metavar="N", type=whole_number(2, 2**24), help="tokens of the rows of a microbatch")
     parser.add_argument("--data", action="store_true", help="prepare the rows, as a run does, and take the longest")
     parser.add_argument(
@@ -60,7 +62,7 @@ def read_size(text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
     units = {unit.lower(): size for unit, size in UNITS.items()}
     if found is None or found[2].lower() not in units or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory, such as 24GiB, 24GB or 24000MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory")
     if not found[2] and float(found[1]) < 2**20:
         raise argparse.ArgumentTypeError(f"{text!r} is so many bytes: write {text}GiB for gibibytes")
     return int(float(found[1]) * units[found[2].lower()])

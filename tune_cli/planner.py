@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -10,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from optune.errors import ConfigError
+from tune_cli.before_start import check_settings
 from tune_cli.fitting import Fit, find_fits
 from tune_cli.recipes import Recipe, load_recipe
 from tune_cli.run import Request
@@ -82,12 +84,13 @@ class Planner:
             _function(request.recipe, name)
         self._cfg: Any = request.load()
 
-        from optune import models
+        from optune import distributed, models
 
         self._source = models.resolve(self._cfg.model.path, weights=False)
         self._config = models.check(self._source, weights=False)
         self._device = _find_device(self._cfg.device)
         self._check_memory()
+        check_settings(self._cfg, distributed.read_device(self._device))
         self._notes: list[str] = []
         self._processes: Processes | None = None
 
@@ -105,6 +108,8 @@ class Planner:
         layout = asdict(self._cfg.parallel)
         shard = 1 if layout["shard"] == "auto" else int(layout["shard"])
         count = count or int(layout["replicate"] * layout["tensor"] * shard)
+        if self._cfg.device != "auto":
+            distributed.read_device(self._cfg.device, count)
         keep_whole = optim.why_whole(self._cfg.optimizer_step)
         if count == 1:
             with distributed.start("cpu", **layout, keep_whole=keep_whole) as self._processes:
@@ -130,6 +135,7 @@ class Planner:
         from optune import plan
 
         self._note()
+        self._try_optimizer()
         shape, validation = self._find_shapes()
         task = self._task(self._request.recipe, self._cfg, shape, validation)
         forecast = self._forecast(task, self._cfg)
@@ -144,11 +150,23 @@ class Planner:
         adapters_by, adapters = self._with_adapters(shape, validation)
         return replace(result, fits=fits, smallest=smallest, adapters=adapters, adapters_by=adapters_by)
 
+    def _try_optimizer(self) -> None:
+        """As a run does before it loads anything; a device that is not here cannot be asked."""
+        from optune import optim
+
+        settings_of = getattr(sys.modules[self._request.recipe.main.__module__], "optimizer_settings", None)
+        if self._device != "cpu" or settings_of is None:
+            return
+        assert self._processes is not None
+        model = _function(self._request.recipe, "outline")(self._cfg, self._config)
+        device, mesh = self._processes.parameter_device, self._processes.parameter_mesh
+        optim.try_optimizer(model, **settings_of(self._cfg), device=device, mesh=mesh)
+
     def _search(
         self, task: Task, forecast: Forecast, limit: int, validation: MicrobatchShape | None
     ) -> tuple[list[Fit], Fit | None]:
         """The cheapest settings that fit; see `find_fits`."""
-        from optune import models, plan
+        from optune import distributed, models, plan
 
         cfg = self._cfg
         current = plan.Current(
@@ -165,6 +183,7 @@ class Planner:
         def rehearse(setting: Setting) -> Forecast | None:
             changed = _change(cfg, setting.overrides)
             try:
+                check_settings(changed, distributed.read_device(self._device))
                 other = self._task(self._request.recipe, changed, task.shape, validation)
                 # Tokens in a step, and so what `auto` takes, are the same in all settings.
                 return self._forecast(replace(other, decided=task.decided), changed)
@@ -219,9 +238,8 @@ class Planner:
         )
 
     def _forecast(self, task: Task, cfg: Any) -> Forecast:
-        from optune import plan, train
+        from optune import plan
 
-        train.check_accumulation(cfg.accumulation, cfg.optimizer_step, cfg.gradient_accumulation_steps)
         saves = cfg.checkpoint.save_every_steps
         is_at_end = saves is None or (cfg.max_steps is not None and saves >= cfg.max_steps)
         return plan.forecast(task, saved_on_device=self._device == "cpu" and not is_at_end)
@@ -299,8 +317,6 @@ class Planner:
 
 def _function(recipe: Recipe, name: str) -> Any:
     """A function of the recipe's file."""
-    import sys
-
     found = getattr(sys.modules[recipe.main.__module__], name, None)
     if not callable(found):
         raise ConfigError(
@@ -322,11 +338,9 @@ def _change(cfg: Any, overrides: Mapping[str, str | int]) -> Any:
 
 def _find_device(name: str) -> str:
     """`cpu` or `cuda`. What is named need not be there; `auto` is what a run would take here."""
-    if name == "auto":
-        from optune import distributed
+    from optune import distributed
 
-        name = distributed.find_device("auto").type
-    kind = name.partition(":")[0]
+    kind = (distributed.find_device(name) if name == "auto" else distributed.read_device(name)).type
     if kind not in ("cpu", "cuda"):
         raise ConfigError(f"{name!r}: memory is predicted for cpu and cuda", where="device", hint="use device=cpu")
     return kind

@@ -4,10 +4,10 @@ with distributed.start(device, shard="auto") as processes:
     distributed.spread(model, processes)
 """
 
-from optune.distributed.devices import find_device
+from optune.distributed.devices import find_device, read_device
 from optune.distributed.layout import Layout, divide
 from optune.distributed.pretending import pretend
 from optune.distributed.processes import Processes, start
 from optune.distributed.spread import check_model, spread
 
-__all__ = ["Layout", "Processes", "check_model", "divide", "find_device", "pretend", "spread", "start"]
+__all__ = ["Layout", "Processes", "check_model", "divide", "find_device", "pretend", "read_device", "spread", "start"]

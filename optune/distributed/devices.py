@@ -7,16 +7,9 @@ import torch
 from optune.errors import ConfigError
 
 
-def find_device(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
-    """`auto` is a CUDA device, else Apple's GPU, else the CPU; any other name must be there.
-
-    Of several processes on a machine each takes a CUDA device of its own, or all of them the CPU. Raises `ConfigError`.
-    """
-    if name == "auto":
-        if torch.cuda.is_available():
-            name = "cuda"
-        else:
-            name = "mps" if local_world_size == 1 and torch.backends.mps.is_available() else "cpu"
+def read_device(name: str, local_world_size: int = 1) -> torch.device:
+    """The device called `name`, which need not be there. Raises `ConfigError` for what is none, and for one that
+    several processes of a machine cannot share."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -29,6 +22,20 @@ def find_device(name: str, local_rank: int = 0, local_world_size: int = 1) -> to
             where="device",
             hint="use device=cuda (a device for each process) or device=cpu",
         )
+    return device
+
+
+def find_device(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
+    """`auto` is a CUDA device, else Apple's GPU, else the CPU; any other name must be there.
+
+    Of several processes on a machine each takes a CUDA device of its own, or all of them the CPU. Raises `ConfigError`.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            name = "cuda"
+        else:
+            name = "mps" if local_world_size == 1 and torch.backends.mps.is_available() else "cpu"
+    device = read_device(name, local_world_size)
     available = {
         "cpu": 1,
         "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,

@@ -78,7 +78,7 @@ def test_help_ls_and_cat_answer_in_a_fifth_of_a_second(folder: Path, words: list
         (["cp", "a", "b", "--forec"], "optune cp has no option '--forec'", "did you mean '--force'?"),
         (["cat"], "optune cat: NAME is missing", "usage: optune cat NAME"),
         (["cat", "a", "b"], "optune cat: 'b' is one word too many", "usage: optune cat NAME"),
-        (["run", "fake.py", "--config"], "optune run: argument --config: expected one argument", "usage:"),
+        (["run", "fake.py", "--config"], "--config: a value is missing", "--config CONFIG: a shipped name"),
         (["run", "--config", "c.yaml", "seed=1"], "optune run: RECIPE is missing", "usage:"),
         (["run", "fake.py"], "optune run: --config is missing", "usage:"),
         (["run", "fake"], "optune run: --config is missing", "usage:"),

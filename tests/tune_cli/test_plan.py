@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -93,11 +94,32 @@ def test_each_of_two_processes_holds_half(place: Place) -> None:
     assert found["moments"]["load"]["weights"] == 23_712 * 4 // 2
 
 
-@pytest.mark.parametrize("text", ["24", "24 apples", "GiB", "0GiB", "-1GiB", "24GiBs", "1e9", ""])
-def test_amount_of_memory_that_means_nothing_is_refused(place: Place, text: str) -> None:
-    result = place.call("plan", "full_finetune", "--config", "config.yaml", f"--memory={text}")
+@pytest.mark.parametrize("text", ["24", "24 apples", "GiB", "0GiB", "24GiBs", "1e9", ""])
+def test_amount_of_memory_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        read_size(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        (("--memory", "-1GiB"), "--memory: '-1GiB' is not an amount of memory", "--memory SIZE: what there is, such"),
+        (("--memory=lots",), "--memory: 'lots' is not an amount of memory", "--memory SIZE: what there is, such"),
+        (("--memory",), "--memory: a value is missing", "--memory SIZE: what there is, such"),
+        (("--length", "0"), "--length: '0' is not a whole number from 2 to", "--length N: tokens of the rows"),
+        (("--length", "-3"), "--length: '-3' is not a whole number from 2 to", "--length N: tokens of the rows"),
+        (("--processes", "x"), "--processes: 'x' is not a whole number from 1 to", "--processes N: as each of N"),
+        (("--json=3",), "--json: takes no value, and was given '3'", "--json: one JSON document"),
+    ],
+)
+def test_value_that_an_option_does_not_take_is_named_with_what_it_takes(
+    place: Place, words: tuple[str, ...], said: str, hint: str
+) -> None:
+    result = place.call("plan", "full_finetune", "--config", "config.yaml", *words)
     assert result.code == 2
-    assert result.err.startswith("error: optune plan: argument --memory: ")
+    first, second = result.err.splitlines()
+    assert first.startswith(f"error: {said}")
+    assert second.startswith(f"hint: {hint}")
 
 
 def test_units_of_memory_are_told_apart() -> None:
@@ -115,6 +137,13 @@ def test_units_of_memory_are_told_apart() -> None:
         (("--processes", "3", "parallel.shard=2"), "parallel"),
         (("optimizer_step=immediate", "gradient_accumulation_steps=2"), "gradient_accumulation_steps"),
         (("model.path=m1",), "m1"),
+        (("activation_offloading=true",), "activation_offloading: is true on cpu"),
+        (("activation_offloading=true", "device=cuda", "accumulation=breadth_first"), "no block keeps anything"),
+        (("device=cuda:x",), "'cuda:x' is not a device"),
+        (("device=cuda:1", "parallel.shard=2"), "2 processes"),
+        (("max_time=soon",), "max_time: 'soon' is not a length of time"),
+        (("data.streaming=true",), "max_steps: is null"),
+        (("optimizer._target_=torch.optim.SparseAdam",), "optimizer: SparseAdam fails in a trial step"),
     ],
 )
 def test_command_that_cannot_be_planned_is_refused_with_the_reason(
