@@ -14,6 +14,14 @@ from optune import kernels, metrics, optim
 from optune.types import count_parameters, split_packed
 
 
+class _Kernels:
+    """Asked for when the summary is shown, after the trial save: until then they may still be compiled beside it."""
+
+    def __str__(self) -> str:
+        kernels.is_ready()
+        return kernels.describe() or ""
+
+
 def show(title: str, fields: Mapping[str, object]) -> None:
     """The summary on stderr, where no run shows it."""
     sys.stderr.write(f"{metrics.format_fields(title, fields)}\n")
@@ -44,8 +52,7 @@ def summarize(
         + optim.describe_held(model.named_parameters(), optimizer),
     }
     if next(iter(own.values())).device.type == "cpu":
-        kernels.is_ready()
-        fields["kernels"] = kernels.describe()
+        fields["kernels"] = _Kernels()
     fields["processes"] = processes
     fields |= batches.describe()
     fields["validation"] = validation.describe() if validation else None

@@ -10,7 +10,7 @@ WIDTH = 80
 
 def format_fields(title: str, fields: Mapping[str, object], width: int = WIDTH) -> str:
     """A title and aligned `name  value` lines. Long values wrap under themselves; empty fields are left out."""
-    shown = {name: str(value) for name, value in fields.items() if value is not None and value != ""}
+    shown = {name: text for name, value in fields.items() if value is not None and (text := str(value))}
     column = max(map(len, shown), default=0) + 4
     lines = [title]
     for name, value in shown.items():
