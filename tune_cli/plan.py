@@ -28,6 +28,9 @@ def run(words: list[str]) -> int:
     options, others = parser.split(words)
     if options.data and options.length is not None:
         parser.error("--length and --data exclude each other")
+    from optune import idle_compiler
+
+    idle_compiler.leave_out()
     request = read_request(parser, options, others)
 
     from tune_cli.planner import Planner

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from optune import train
+from optune import idle_compiler, train
 from optune.distributed import Processes
 from optune.loss import Loss
 from optune.optim import filled, named_optimizer_parameters
+from optune.optim.kinds import is_compiled
 from optune.optim.stash import choose
 from optune.plan.remembering import storage_key
 from optune.plan.tracker import Stretch, Tracker, inner_tensors
@@ -173,7 +174,10 @@ def _watch(task: Task, layers: int) -> Account:
             stack.enter_context(_marking(model, tracker, task.accumulation))
 
         optimizer, stepper = task.build(model, task.processes, fill, task.positions_per_step)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if any(map(is_compiled, model.modules())):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        else:
+            stack.enter_context(idle_compiler.tried(optimizer))
         stack.enter_context(mode)
         with Tracker(tracker.answer), filled(model.named_parameters(), optimizer):
             _make_state(optimizer)
