@@ -10,6 +10,7 @@ COMMANDS = {
     "peers": "optune beside torchtune, TRL and LitGPT: tokens/s, memory, time to the first step, installed size",
     "scaling": "optune's step over batch, length and accumulation; the memory of the loss",
     "roofline": "the machine's matmul rate for the model's shapes, and what the step reaches of it",
+    "kernels": "a step with the native kernels and without",
     "steppers": "step time and memory of every value of optimizer_step, alternating in one process",
     "save": "how long training stands still at a save",
     "data": "seconds from a file of chats to rows of tokens, beside datasets and transformers",

@@ -64,9 +64,16 @@ def wide_model() -> Any:
         return models.Decoder(config).to(torch.bfloat16)
 
 
-def make(name: str, folder: Path | None, checkpointing: str, tokens: int, factory: type) -> Contestant:
+def make(
+    name: str,
+    folder: Path | None,
+    checkpointing: str,
+    tokens: int,
+    factory: type,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Contestant:
     torch.manual_seed(0)
-    model = wide_model() if folder is None else models.load(folder, dtype=torch.bfloat16)
+    model = wide_model() if folder is None else models.load(folder, dtype=dtype)
     model.activation_checkpointing = checkpointing
     optimizer = optim.build_optimizer(model.named_parameters(), factory=factory, settings={"lr": 1e-5})
     stepper = optim.build_stepper(model, optimizer, expected_tokens=tokens, **VARIANTS[name])
