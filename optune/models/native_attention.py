@@ -16,7 +16,7 @@ _STRIP = 64
 _GROUP = 4
 """As in attention.cpp."""
 _TILE_FLOATS = 2**15
-"""Scores of a tile. Backward holds ten bytes for each of them, in the second-level cache."""
+"""Scores of a tile. Backward holds twelve bytes for each of them, in the second-level cache."""
 _LARGEST_TILE, _SMALLEST_TILE = 64, 16
 
 Segments = Sequence[tuple[int, int, int]]
@@ -104,7 +104,7 @@ class _Room:
 
     def scratch(self) -> tuple[Tensor, int]:
         """For each thread: rows of two tensors, and scores and weights in fp32 and the operands made of them."""
-        size = self._tile * self._head_dim + 5 * self._tile * self._widest // 2
+        size = self._tile * self._head_dim + 3 * self._tile * self._widest
         return torch.empty(torch.get_num_threads(), size), size
 
     def sizes(self) -> tuple[int, ...]:

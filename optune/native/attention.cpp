@@ -25,6 +25,7 @@ namespace {
 
 const int64_t STRIP = 64;  // keys whose scores are made together
 const int64_t GROUP = 4;   // rows that are multiplied together
+const int64_t LARGEST_TILE = 64;
 
 inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
@@ -161,16 +162,18 @@ struct Tile {
   }
 };
 
-// Scores to weights: softmax(scale * scores) over the keys that each query sees, 0 elsewhere, in place.
-void weigh(float* scores, Tile tile, float scale, int64_t window) {
+// What softmax(scale * scores) is of, in place: exponentials over the keys that each query sees, 0 elsewhere; and for
+// each query 1 over their sum.
+void exponentiate(float* scores, Tile tile, float scale, int64_t window, float* inverses) {
   for (int64_t row = 0; row < tile.rows; row++) {
     float* x = scores + row * tile.width;
-    if (row >= tile.count) {
-      memset(x, 0, sizeof(float) * tile.width);
-      continue;
-    }
     int64_t end = tile.first + row + 1, begin = window > 0 && end > window ? end - window : 0;
-    softmax_over(x, begin - tile.begin, end - tile.begin, tile.width, scale);
+    if (row < tile.count)
+      inverses[row] = exponentials(x, begin - tile.begin, end - tile.begin, tile.width, scale);
+    else {
+      memset(x, 0, sizeof(float) * tile.width);
+      inverses[row] = 0.0f;
+    }
   }
 }
 
@@ -180,30 +183,53 @@ inline uint32_t rounded(float x) {
   return y.bits;
 }
 
-void round_rows(const float* values, int64_t count, bf16* out) {
+// Weights as rows for mix().
+void round_rows(const float* scores, Tile tile, const float* inverses, bf16* rows) {
+  for (int64_t row = 0; row < tile.rows; row++) {
+    float inverse = inverses[row];
 #pragma omp simd
-  for (int64_t i = 0; i < count; i++) write(out + i, values[i]);
-}
-
-// Words of two queries, for collect().
-void round_pairs(const float* values, Tile tile, uint32_t* words) {
-  for (int64_t pair = 0; pair < tile.rows; pair += 2) {
-    const float *first = values + pair * tile.width, *second = first + tile.width;
-    uint32_t* place = words + pair / 2 * tile.width;
-#pragma omp simd
-    for (int64_t i = 0; i < tile.width; i++) place[i] = rounded(first[i]) | rounded(second[i]) << 16;
+    for (int64_t i = row * tile.width; i < (row + 1) * tile.width; i++) write(rows + i, scores[i] * inverse);
   }
 }
 
-// weights * (values - sum(weights * values)), over `values`.
-void differentiate(const float* weights, float* values, Tile tile) {
-  for (int64_t row = 0; row < tile.rows; row++) {
-    const float* w = weights + row * tile.width;
-    float *x = values + row * tile.width, sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < tile.width; i++) sum += w[i] * x[i];
+// Weights, in place, and as pairs of queries for collect().
+void round_pairs(float* scores, Tile tile, const float* inverses, uint32_t* pairs) {
+  for (int64_t row = 0; row < tile.rows; row += 2) {
+    float *first = scores + row * tile.width, *second = first + tile.width;
+    float first_inverse = inverses[row], second_inverse = inverses[row + 1];
+    uint32_t* place = pairs + row / 2 * tile.width;
 #pragma omp simd
-    for (int64_t i = 0; i < tile.width; i++) x[i] = w[i] * (x[i] - sum);
+    for (int64_t i = 0; i < tile.width; i++) {
+      first[i] *= first_inverse;
+      second[i] *= second_inverse;
+      place[i] = rounded(first[i]) | rounded(second[i]) << 16;
+    }
+  }
+}
+
+inline float dot(const float* x, const float* y, int64_t count) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; i++) sum += x[i] * y[i];
+  return sum;
+}
+
+// The gradients of scores, weights * (grads - sum(weights * grads)), as pairs of queries and as rows.
+void differentiate(const float* weights, const float* grads, Tile tile, uint32_t* pairs, bf16* rows) {
+  for (int64_t row = 0; row < tile.rows; row += 2) {
+    const float *w = weights + row * tile.width, *g = grads + row * tile.width;
+    const float *v = w + tile.width, *h = g + tile.width;
+    float first_sum = dot(w, g, tile.width), second_sum = dot(v, h, tile.width);
+    uint32_t* place = pairs + row / 2 * tile.width;
+    uint16_t* first = (uint16_t*)(rows + row * tile.width);
+    uint16_t* second = first + tile.width;
+#pragma omp simd
+    for (int64_t i = 0; i < tile.width; i++) {
+      uint32_t x = rounded(w[i] * (g[i] - first_sum)), y = rounded(v[i] * (h[i] - second_sum));
+      place[i] = x | y << 16;
+      first[i] = (uint16_t)x;
+      second[i] = (uint16_t)y;
+    }
   }
 }
 
@@ -213,9 +239,9 @@ struct Segment {
 
 }  // namespace
 
-// A tile has `size` queries, a multiple of GROUP. Segments have `padded` keys together. Memory to work in, see
-// optune/models/native_attention.py: `packed` has two parts of K x padded x H / 2 words, `scratch` has `scratch_size`
-// floats for each thread.
+// A tile has `size` queries, a multiple of GROUP and at most LARGEST_TILE. Segments have `padded` keys together. Memory
+// to work in, see optune/models/native_attention.py: `packed` has two parts of K x padded x H / 2 words, `scratch` has
+// `scratch_size` floats for each thread.
 extern "C" void causal_attention_bfloat16(const bf16* query, const bf16* key, const bf16* value, bf16* out,
                                           const Segment* segments, int64_t count, uint32_t* packed, int64_t padded,
                                           float* scratch, int64_t scratch_size, int64_t T, int64_t N, int64_t K,
@@ -224,7 +250,7 @@ extern "C" void causal_attention_bfloat16(const bf16* query, const bf16* key, co
   int64_t part = padded * (H / 2);  // words of a packed head
 #pragma omp parallel num_threads((int)threads)
   {
-    float* mine = scratch + omp_get_thread_num() * scratch_size;
+    float *mine = scratch + omp_get_thread_num() * scratch_size, inverses[LARGEST_TILE];
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < count * K; task++) {
       Segment s = segments[task / K];
@@ -245,8 +271,8 @@ extern "C" void causal_attention_bfloat16(const bf16* query, const bf16* key, co
         bf16* weights = (bf16*)(scores + tile.rows * tile.width);
         copy_positions(Head(query, position, head, N, H), tile.count, tile.rows, H, queries);
         multiply_features(queries, tile.rows, packed + place + tile.begin * (H / 2), tile.width, H, scores);
-        weigh(scores, tile, scale, window);
-        round_rows(scores, tile.rows * tile.width, weights);
+        exponentiate(scores, tile, scale, window, inverses);
+        round_rows(scores, tile, inverses, weights);
         mix((const uint32_t*)weights, tile.width, tile.count, packed + K * part + place + tile.begin * (H / 2),
             round_up(start + tile.count, 2) / 2 - tile.begin / 2, H, 1.0f, out + (position * N + head) * H, N * H);
       }
@@ -266,7 +292,7 @@ extern "C" void causal_attention_backward_bfloat16(const bf16* grad, const bf16*
   float *key_sums = sums, *value_sums = sums + N * padded * H;
 #pragma omp parallel num_threads((int)threads)
   {
-    float* mine = scratch + omp_get_thread_num() * scratch_size;
+    float *mine = scratch + omp_get_thread_num() * scratch_size, inverses[LARGEST_TILE];
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < count * K; task++) {
       Segment s = segments[task / K];
@@ -295,18 +321,16 @@ extern "C" void causal_attention_backward_bfloat16(const bf16* grad, const bf16*
         Head queries(query, position, head, N, H), grads(grad, position, head, N, H);
         copy_positions(queries, tile.count, tile.rows, H, rows);
         multiply_features(rows, tile.rows, packed + place + at, tile.width, H, weights);
-        weigh(weights, tile, scale, window);
+        exponentiate(weights, tile, scale, window, inverses);
         copy_positions(grads, tile.count, tile.rows, H, rows);
         multiply_features(rows, tile.rows, packed + K * part + place + at, tile.width, H, scores);
-        round_pairs(weights, tile, words);
+        round_pairs(weights, tile, inverses, words);
         pack_positions(grads, tile.count, tile.rows, H, pairs);
         collect(words, tile.width, pairs, tile.rows / 2, H, value_sum + tile.begin * H);
-        differentiate(weights, scores, tile);
-        round_pairs(scores, tile, words);
+        differentiate(weights, scores, tile, words, (bf16*)(words + all / 2));
         pack_positions(queries, tile.count, tile.rows, H, pairs);
         collect(words, tile.width, pairs, tile.rows / 2, H, key_sum + tile.begin * H);
-        round_rows(scores, all, (bf16*)words);
-        mix(words, tile.width, tile.count, packed + 2 * K * part + place + at,
+        mix(words + all / 2, tile.width, tile.count, packed + 2 * K * part + place + at,
             round_up(start + tile.count, 2) / 2 - tile.begin / 2, H, scale, grad_query + (position * N + head) * H,
             N * H);
       }

@@ -123,9 +123,9 @@ void rotate(const T* x, const T* cosines, const T* sines, T* out, int64_t positi
   }
 }
 
-// softmax over the keys that a query of a tile sees, 0 elsewhere, in place; and rounded into `rounded` where that is not
-// null. A row of scores for each of `groups` x Q queries. The query's own key is number `offset` + query, and a window,
-// where it is not 0, counts back from it.
+// softmax over the keys that a query of a tile sees, 0 elsewhere, in place; and rounded into `rounded` where that is
+// not null. A row of scores for each of `groups` x Q queries. The query's own key is number `offset` + query, and a
+// window, where it is not 0, counts back from it.
 template <class T>
 void causal_softmax(float* scores, T* rounded, int64_t groups, int64_t Q, int64_t S, int64_t offset, int64_t window,
                     int64_t threads) {
@@ -133,7 +133,9 @@ void causal_softmax(float* scores, T* rounded, int64_t groups, int64_t Q, int64_
   for (int64_t row = 0; row < groups * Q; row++) {
     float* x = scores + row * S;
     int64_t end = offset + row % Q + 1;
-    softmax_over(x, window > 0 && end > window ? end - window : 0, end, S, 1.0f);
+    float inverse = exponentials(x, window > 0 && end > window ? end - window : 0, end, S, 1.0f);
+#pragma omp simd
+    for (int64_t i = 0; i < S; i++) x[i] *= inverse;
     if (rounded) {
 #pragma omp simd
       for (int64_t i = 0; i < S; i++) write(rounded + row * S + i, x[i]);
@@ -185,36 +187,36 @@ void cross_entropy(T* logits, const int64_t* labels, const float* weights, float
 
 }  // namespace
 
-#define FOR_DTYPE(T, NAME)                                                                                            \
-  extern "C" void rms_norm_##NAME(const T* hidden, const T* weight, T* out, int64_t rows, int64_t D, float eps,       \
-                                  int64_t threads) {                                                                      \
-    rms_norm<T>(hidden, weight, out, rows, D, eps, threads);                                                          \
-  }                                                                                                                   \
-  extern "C" void rms_norm_backward_##NAME(const T* grad, const T* hidden, const T* weight, T* grad_hidden,           \
-                                           float* sums, int64_t rows, int64_t D, float eps, int64_t threads) {            \
-    rms_norm_backward<T>(grad, hidden, weight, grad_hidden, sums, rows, D, eps, threads);                             \
-  }                                                                                                                   \
-  extern "C" void swiglu_##NAME(const T* gate, const T* up, T* out, int64_t count, int64_t threads) {                     \
-    swiglu<T>(gate, up, out, count, threads);                                                                         \
-  }                                                                                                                   \
-  extern "C" void swiglu_backward_##NAME(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up,         \
-                                         int64_t count, int64_t threads) {                                                \
-    swiglu_backward<T>(grad, gate, up, grad_gate, grad_up, count, threads);                                           \
-  }                                                                                                                   \
-  extern "C" void rotate_##NAME(const T* x, const T* cosines, const T* sines, T* out, int64_t positions,              \
-                                int64_t table_rows, int64_t heads, int64_t H, int64_t backward, int64_t threads) {            \
-    rotate<T>(x, cosines, sines, out, positions, table_rows, heads, H, backward, threads);                            \
-  }                                                                                                                   \
-  extern "C" void causal_softmax_##NAME(float* scores, T* rounded, int64_t groups, int64_t Q, int64_t S,              \
-                                        int64_t offset, int64_t window, int64_t threads) {                     \
-    causal_softmax<T>(scores, rounded, groups, Q, S, offset, window, threads);                                 \
-  }                                                                                                                   \
-  extern "C" void softmax_backward_##NAME(const float* weights, T* grad, int64_t rows, int64_t S, int64_t threads) {      \
-    softmax_backward<T>(weights, grad, rows, S, threads);                                                             \
-  }                                                                                                                   \
-  extern "C" void cross_entropy_##NAME(T* logits, const int64_t* labels, const float* weights, float* losses,         \
-                                       int64_t rows, int64_t V, int64_t needs_grad, int64_t threads) {                        \
-    cross_entropy<T>(logits, labels, weights, losses, rows, V, needs_grad, threads);                                  \
+#define FOR_DTYPE(T, NAME)                                                                                             \
+  extern "C" void rms_norm_##NAME(const T* hidden, const T* weight, T* out, int64_t rows, int64_t D, float eps,        \
+                                  int64_t threads) {                                                                   \
+    rms_norm<T>(hidden, weight, out, rows, D, eps, threads);                                                           \
+  }                                                                                                                    \
+  extern "C" void rms_norm_backward_##NAME(const T* grad, const T* hidden, const T* weight, T* grad_hidden,            \
+                                           float* sums, int64_t rows, int64_t D, float eps, int64_t threads) {         \
+    rms_norm_backward<T>(grad, hidden, weight, grad_hidden, sums, rows, D, eps, threads);                              \
+  }                                                                                                                    \
+  extern "C" void swiglu_##NAME(const T* gate, const T* up, T* out, int64_t count, int64_t threads) {                  \
+    swiglu<T>(gate, up, out, count, threads);                                                                          \
+  }                                                                                                                    \
+  extern "C" void swiglu_backward_##NAME(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up,          \
+                                         int64_t count, int64_t threads) {                                             \
+    swiglu_backward<T>(grad, gate, up, grad_gate, grad_up, count, threads);                                            \
+  }                                                                                                                    \
+  extern "C" void rotate_##NAME(const T* x, const T* cosines, const T* sines, T* out, int64_t positions,               \
+                                int64_t table_rows, int64_t heads, int64_t H, int64_t backward, int64_t threads) {     \
+    rotate<T>(x, cosines, sines, out, positions, table_rows, heads, H, backward, threads);                             \
+  }                                                                                                                    \
+  extern "C" void causal_softmax_##NAME(float* scores, T* rounded, int64_t groups, int64_t Q, int64_t S,               \
+                                        int64_t offset, int64_t window, int64_t threads) {                             \
+    causal_softmax<T>(scores, rounded, groups, Q, S, offset, window, threads);                                         \
+  }                                                                                                                    \
+  extern "C" void softmax_backward_##NAME(const float* weights, T* grad, int64_t rows, int64_t S, int64_t threads) {   \
+    softmax_backward<T>(weights, grad, rows, S, threads);                                                              \
+  }                                                                                                                    \
+  extern "C" void cross_entropy_##NAME(T* logits, const int64_t* labels, const float* weights, float* losses,          \
+                                       int64_t rows, int64_t V, int64_t needs_grad, int64_t threads) {                 \
+    cross_entropy<T>(logits, labels, weights, losses, rows, V, needs_grad, threads);                                   \
   }
 
 FOR_DTYPE(float, float32)
