@@ -125,10 +125,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             if grad_hidden_ND is not None:
                 torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[chunk])
             if needs_weight:
+                is_first = grad_weight_VD is None
                 if grad_weight_VD is None:
                     dtype = weight_VD.dtype if len(chunks) == 1 else total.dtype
-                    grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype)
-                _add_product_(grad_weight_VD, logits_CV, hidden_ND[chunk])
+                    grad_weight_VD = torch.empty_like(weight_VD, dtype=dtype)
+                _add_product_(grad_weight_VD, logits_CV, hidden_ND[chunk], is_first)
         if grad_weight_VD is None and needs_weight:
             grad_weight_VD = torch.zeros_like(weight_VD)
         ctx.grads = (None if grad_hidden_ND is None else grad_hidden_ND[: len(labels_N)], grad_weight_VD)
@@ -189,15 +190,19 @@ def _slices(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _add_product_(sum_VD: Tensor, grad_logits_CV: Tensor, hidden_CD: Tensor) -> None:
-    """Adds grad_logitsᵀ · hidden to `sum_VD`. A product in less than the sum's dtype is made in parts: whole, it and
-    its wider copy would be read from main memory."""
+def _add_product_(sum_VD: Tensor, grad_logits_CV: Tensor, hidden_CD: Tensor, is_first: bool) -> None:
+    """Adds grad_logitsᵀ · hidden to `sum_VD`, or begins it. A product in less than the sum's dtype is made in parts:
+    whole, it and its wider copy would be read from main memory."""
     if sum_VD.dtype == hidden_CD.dtype:
-        sum_VD.addmm_(grad_logits_CV.T, hidden_CD)
+        sum_VD.addmm_(grad_logits_CV.T, hidden_CD, beta=0 if is_first else 1)
         return
     size = PART_ON_CPU // sum_VD.shape[1] if sum_VD.device.type == "cpu" else len(sum_VD)
     for part in _slices(len(sum_VD), size):
-        sum_VD[part] += grad_logits_CV[:, part].T @ hidden_CD
+        product_PD = grad_logits_CV[:, part].T @ hidden_CD
+        if is_first:
+            sum_VD[part] = product_PD
+        else:
+            sum_VD[part] += product_PD
 
 
 def _chunk_loss_(
