@@ -66,20 +66,4 @@ inline float exponential(float x) {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// exp(scale * (x - its largest)) over [begin, end), 0 in the rest of `width`, in place; returns 1 over their sum.
-inline float exponentials(float* x, int64_t begin, int64_t end, int64_t width, float scale) {
-  float largest = -INFINITY, sum = 0.0f;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = begin; i < end; i++) largest = x[i] > largest ? x[i] : largest;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = begin; i < end; i++) {
-    float e = exponential((x[i] - largest) * scale);
-    x[i] = e;
-    sum += e;
-  }
-  memset(x, 0, sizeof(float) * begin);
-  memset(x + end, 0, sizeof(float) * (width - end));
-  return 1.0f / sum;
-}
-
 }  // namespace

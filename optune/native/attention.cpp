@@ -162,6 +162,40 @@ struct Tile {
   }
 };
 
+// As `exponential`: 2^n is multiplied in by an instruction that knows subnormal numbers, 0 and NaN.
+inline __m512 exponential(__m512 x) {
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860682e-6f), r);
+  __m512 p = _mm512_set1_ps(1.38888889e-3f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.33333377e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.16666679e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.66666672e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+// exp(scale * (x - its largest)) over [begin, end), 0 in the rest of `width`, in place; returns 1 over their sum.
+float exponentials(float* x, int64_t begin, int64_t end, int64_t width, float scale) {
+  __m512 largest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+  for (int64_t i = begin; i < end; i += 16) {
+    __mmask16 there = end - i < 16 ? (__mmask16)((1u << (end - i)) - 1) : (__mmask16)0xffff;
+    largest = _mm512_mask_max_ps(largest, there, largest, _mm512_maskz_loadu_ps(there, x + i));
+  }
+  __m512 scales = _mm512_set1_ps(scale), highest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+  for (int64_t i = begin; i < end; i += 16) {
+    __mmask16 there = end - i < 16 ? (__mmask16)((1u << (end - i)) - 1) : (__mmask16)0xffff;
+    __m512 e = exponential(_mm512_mul_ps(_mm512_sub_ps(_mm512_maskz_loadu_ps(there, x + i), highest), scales));
+    _mm512_mask_storeu_ps(x + i, there, e);
+    sum = _mm512_mask_add_ps(sum, there, sum, e);
+  }
+  memset(x, 0, sizeof(float) * begin);
+  memset(x + end, 0, sizeof(float) * (width - end));
+  return 1.0f / _mm512_reduce_add_ps(sum);
+}
+
 // What softmax(scale * scores) is of, in place: exponentials over the keys that each query sees, 0 elsewhere; and for
 // each query 1 over their sum.
 void exponentiate(float* scores, Tile tile, float scale, int64_t window, float* inverses) {

@@ -123,6 +123,22 @@ void rotate(const T* x, const T* cosines, const T* sines, T* out, int64_t positi
   }
 }
 
+// exp(scale * (x - its largest)) over [begin, end), 0 in the rest of `width`, in place; returns 1 over their sum.
+inline float exponentials(float* x, int64_t begin, int64_t end, int64_t width, float scale) {
+  float largest = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = begin; i < end; i++) largest = x[i] > largest ? x[i] : largest;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = begin; i < end; i++) {
+    float e = exponential((x[i] - largest) * scale);
+    x[i] = e;
+    sum += e;
+  }
+  memset(x, 0, sizeof(float) * begin);
+  memset(x + end, 0, sizeof(float) * (width - end));
+  return 1.0f / sum;
+}
+
 // softmax over the keys that a query of a tile sees, 0 elsewhere, in place; and rounded into `rounded` where that is
 // not null. A row of scores for each of `groups` x Q queries. The query's own key is number `offset` + query, and a
 // window, where it is not 0, counts back from it.
