@@ -186,7 +186,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
                 config=config,
                 accumulation=cfg.accumulation,
                 validates=bool(validation),
-                device=processes.device.type,
+                processes=processes,
             ),
         ) as run:
             if validation:

@@ -72,11 +72,6 @@ class RunLog:
                 self.say(f"metrics.jsonl: {dropped}: those steps are taken again")
         self._began = self._mark = clock()
 
-    @property
-    def stepped_s(self) -> float:
-        """Seconds that this run's steps have taken."""
-        return self._all.seconds
-
     def start(self, title: str, fields: Mapping[str, object]) -> None:
         """The start summary; see `format_fields`."""
         self.say(format_fields(title, fields))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optune.plan.bounds import Bounds
+    from optune.plan.deciding import decide_stash, describe_stepping
     from optune.plan.forecasting import MOMENTS, OVERHEAD, PARTS, Forecast, forecast
     from optune.plan.formulas import (
         Collective,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
         traffic,
     )
     from optune.plan.predicting import make_task, predict
-    from optune.plan.rehearsal import Task, decide_stash, describe_stepping
+    from optune.plan.rehearsal import Task
     from optune.plan.rows import widest
     from optune.plan.settings import Current, Setting, list_settings
 
@@ -57,9 +58,10 @@ __all__ = [
 
 _FILES = {
     "bounds": ("Bounds",),
+    "deciding": ("decide_stash", "describe_stepping"),
     "forecasting": ("MOMENTS", "OVERHEAD", "PARTS", "Forecast", "forecast"),
     "predicting": ("make_task", "predict"),
-    "rehearsal": ("Task", "decide_stash", "describe_stepping"),
+    "rehearsal": ("Task",),
     "rows": ("widest",),
     "settings": ("Current", "Setting", "list_settings"),
 }

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from optune.loss import Loss
 from optune.types import MicrobatchShape
 
 if TYPE_CHECKING:
+    from optune.distributed import Processes
     from optune.plan.forecasting import Forecast
     from optune.plan.rehearsal import Task
 
@@ -47,10 +50,27 @@ def predict(
     config: Any,
     accumulation: str,
     validates: bool,
-    device: str,
+    processes: Processes,
+    device: str | None = None,
+    is_apart: bool = False,
 ) -> Forecast:
-    """The forecast of a run in one process whose widest microbatch is known. `outline`, `build`, `loss` and `config`:
-    see `make_task`; a validation is taken to have microbatches of the same shape."""
+    """The forecast of a run whose widest microbatch is known, for rank 0 of its `processes`.
+
+    `outline`, `build`, `loss` and `config`: see `make_task`; a validation is taken to have microbatches of the same
+    shape. `device` is that of `processes`, where none is named. What is divided among processes is rehearsed in one of
+    its own; `is_apart` says that this is it.
+    """
+    device = device or processes.device.type
+    if processes.mesh is not None and not is_apart:
+        from optune.plan.apart import predict_apart
+
+        values = {
+            "shape": shape, "microbatches": microbatches, "saves_on_device": saves_on_device, "outline": outline,
+            "build": build, "loss": loss, "config": config, "accumulation": accumulation, "validates": validates,
+            "device": device,
+        }  # fmt: skip
+        return predict_apart(processes, values)
+
     from optune.plan.forecasting import forecast
 
     task = make_task(
@@ -59,5 +79,6 @@ def predict(
         microbatches=microbatches,
         accumulation=accumulation,
         validation=shape if validates else None,
+        processes=replace(processes, device=torch.device("cpu")),
     )  # fmt: skip
     return forecast(task, saved_on_device=saves_on_device)

@@ -26,6 +26,7 @@ from optune.loss import Loss
 from optune.optim import filled, named_optimizer_parameters
 from optune.optim.kinds import is_compiled
 from optune.optim.stash import choose
+from optune.plan.deciding import deciding_for_whole_model, describe_stepping
 from optune.plan.remembering import storage_key
 from optune.plan.tracker import Stretch, Tracker, inner_tensors
 from optune.plan.without_values import answering, give_memory, make_answers, make_mode
@@ -74,16 +75,10 @@ def rehearse(task: Task) -> Account:
 
     The first item of a key is the moment: load, forward, backward, step, validation, or save for what is saved.
     """
-    with torch.random.fork_rng(devices=[]), _deciding_for_whole_model(task):
+    with torch.random.fork_rng(devices=[]), deciding_for_whole_model(task):
         # Factors of all microbatches wait together.
-        is_factored = task.microbatches > 2 and "factored" in _describe_stepping(task, min(task.layers, SHALLOW))
+        is_factored = task.microbatches > 2 and "factored" in describe_stepping(task, min(task.layers, SHALLOW))
         return _rehearse_microbatches(task, is_factored=is_factored)
-
-
-def describe_stepping(task: Task) -> str:
-    """What the stepper of the whole model says of itself."""
-    with torch.random.fork_rng(devices=[]):
-        return _describe_stepping(task, task.layers)
 
 
 def _rehearse_microbatches(task: Task, *, is_factored: bool) -> Account:
@@ -120,45 +115,6 @@ def _add(start: Counter[str], less: Counter[str], more: Counter[str], times: int
     """`start` and, so many times, what `more` has beyond `less`."""
     parts = start.keys() | less.keys() | more.keys()
     return Counter({part: start[part] + times * (more[part] - less[part]) for part in parts})
-
-
-def decide_stash(task: Task) -> None:
-    """Fills `task.decided`, where its stepper has a stash to choose."""
-    with torch.random.fork_rng(devices=[]), _deciding_for_whole_model(task):
-        _describe_stepping(task, min(task.layers, SHALLOW))
-
-
-@contextmanager
-def _deciding_for_whole_model(task: Task) -> Iterator[None]:
-    """Lets `gradient_stash: auto` decide for a shallow model what it decides for the whole one."""
-    plain = choose.choose_policy
-
-    def decide(*args: Any, **kwargs: Any) -> choose.Choice:
-        if not task.decided:
-            choose.choose_policy = remember
-            _describe_stepping(task, task.layers)
-            choose.choose_policy = decide
-        return task.decided[0]
-
-    def remember(*args: Any, **kwargs: Any) -> choose.Choice:
-        task.decided.append(plain(*args, **kwargs))
-        return task.decided[0]
-
-    choose.choose_policy = decide
-    try:
-        yield
-    finally:
-        choose.choose_policy = plain
-
-
-def _describe_stepping(task: Task, layers: int) -> str:
-    model = task.outline(layers)
-    give_memory(model, make_mode(), "cpu")
-    with answering():
-        _, stepper = task.build(model, task.processes, lambda _: None, task.positions_per_step)
-    stepping = stepper.describe()
-    stepper.close()
-    return stepping
 
 
 def _watch(task: Task, layers: int) -> Account:

@@ -55,7 +55,7 @@ def start(
       that it stands for, whose weights `model` already has; optimizer and counters are restored here.
     - `write_model(tensors, folder)` writes the model files of a checkpoint from `model_tensors` or copies of them.
     - `batches` count epochs, and say what of them a checkpoint keeps.
-    - `predict` says what memory a step takes, for the comparison at the end; it is asked where there is one process.
+    - `predict` says what memory a step takes, for the comparison at the end.
     - `time_limit`: the run is saved and left when it is nearly over.
     """
     fingerprint = resuming.make_fingerprint(
@@ -133,7 +133,7 @@ def start(
             total_steps=total_steps,
             time_limit=time_limit,
             save_s=room.write_s,
-            memory=MemoryCheck(predict if processes.world_size == 1 else None, model, optimizer, processes.device.type),
+            memory=MemoryCheck(predict, model, optimizer, processes),
             saves_ahead=save_every_steps is not None and save_every_steps < total_steps,
             resume_from=resume_from,
             progress=progress,

@@ -218,12 +218,12 @@ class Session:
         newest = self._saver.wait() or self._resume_from
         written_s = [report.write_s for report in self._saver.reports]
         where: dict[str, object] = {}
-        if self.is_over:  # Who stops a run does not wait for it.
-            where["predicted"] = self._memory.compare(self._log.stepped_s, saves_ahead=self._saves_ahead)
-        where |= {"saving": metrics.describe_saves(written_s, self._stalls_s)}
+        where |= {"predicted": None, "saving": metrics.describe_saves(written_s, self._stalls_s)}
         where |= {**self._batches.describe_end(self.step), "checkpoint": newest, "run folder": self._folder.path}
         if newest is not None and self.is_over:
             where["model"] = self._processes.on_main(self._publish_model, newest)
+        if self.is_over:  # Who stops a run does not wait for it; and all that is kept is there by now.
+            where["predicted"] = self._memory.compare(saves_ahead=self._saves_ahead)
         resume = f"optune resume {self._processes.launch_options}{self._folder.path}"
         if not self.is_over or self.owes_validation:
             where["go on"] = resume
