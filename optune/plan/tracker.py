@@ -21,6 +21,8 @@ from optune.plan.remembering import call, describe, storage_key
 _MAKE_WEIGHTS = ("optune::frozen", "optune::lora")
 _SMALL = 2**16
 _FROM_OTHERS = ("c10d", "_c10d_functional", "fsdp")
+_NAMELESS = ("activations", "update")
+"""Parts that are named by the moment alone."""
 _DEVICE = torch.ops.prim.device.default
 _EXTRA: dict[Hashable, int] = {}
 """What the inside of an operation of ours takes at most, by all that it depends on: blocks are alike."""
@@ -140,6 +142,8 @@ class Tracker(TorchDispatchMode):
             if known is None:
                 self._enter_storage(storage, "gathered")
             else:
+                if known.part in _NAMELESS:
+                    self._relabel(known, "gathered")
                 self._count(known.part, -known.size)
                 known.size = self._round_up(storage.nbytes())
                 self._count(known.part, known.size)
@@ -168,7 +172,7 @@ class Tracker(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._enter(value, "gathered")
                 storage = self._alive[storage_key(value)]
-                if storage.part in ("activations", "update"):
+                if storage.part in _NAMELESS:
                     self._relabel(storage, "gathered")
             elif isinstance(value, tuple | list):
                 self._name_gathered(value)
