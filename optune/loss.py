@@ -213,6 +213,7 @@ def _chunk_loss_(
     if words is not None:
         return _split_loss_(logits_CV, labels_C, weights_C, needs_grad, words)
     if native := kernels.find(logits_CV):
+        logits_CV.gather(1, labels_C[:, None])  # Raises where a label is no word: a kernel would read past the row.
         losses_C = torch.empty(len(labels_C))
         inputs = labels_C.contiguous(), weights_C.to(losses_C.dtype).contiguous()
         native.cross_entropy(logits_CV, *inputs, losses_C, *logits_CV.shape, int(needs_grad))

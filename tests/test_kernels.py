@@ -200,6 +200,24 @@ def test_extreme_numbers_come_out_as_from_torch() -> None:
 
 
 @pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1e3, 3e7, 1e15])
+def test_attention_to_one_key_alone_is_its_value_however_far_the_others_are(dtype: torch.dtype, size: float) -> None:
+    query, value = torch.full((1, 1, 70, 16), size, dtype=dtype), make(1, 1, 70, 16, dtype=dtype).detach()
+    key = torch.full((1, 1, 70, 16), -size, dtype=dtype)
+    key[0, 0, 0] = size
+    assert torch.equal(causal_attention(query, key, value, None, None), value[:, :, :1].expand_as(value))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("label", [-1, 5, 10**12])
+def test_a_label_that_is_no_word_is_an_error(label: int) -> None:
+    head = torch.nn.Linear(2, 5, bias=False)
+    with pytest.raises(RuntimeError, match=f"index {label} is out of bounds"):
+        loss.linear_cross_entropy_sum(torch.ones(2, 2), head, torch.tensor([1, label]), None)
+
+
+@pytest.mark.usefixtures("native")
 def test_tensors_without_values_are_left_alone_and_strided_ones_refused() -> None:
     native = kernels.find(torch.empty(1))
     assert native is not None

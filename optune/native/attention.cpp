@@ -162,8 +162,10 @@ struct Tile {
   }
 };
 
-// As `exponential`: 2^n is multiplied in by an instruction that knows subnormal numbers, 0 and NaN.
+// As `exponential`: 2^n is multiplied in by an instruction that knows subnormal numbers, 0 and NaN. Far below its
+// range, where nothing is left of r, x is bounded; the second operand of the maximum is the one whose NaN stays.
 inline __m512 exponential(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x);
   __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860682e-6f), r);
