@@ -304,11 +304,13 @@ class Decoder(nn.Module):
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block in place (names stay). The whole model in one graph would free nothing early."""
         settings = compiling.get_ready(self.model.norm.weight)
-        if settings and not options.keys() & {"backend", "mode", "options"}:
+        if is_ours := bool(settings) and not options.keys() & {"backend", "mode", "options"}:
             options["options"] = settings
         for block in self.blocks:
             if self.activation_checkpointing == "selective":
                 recomputing.select_inside(block)
+            elif self.activation_checkpointing == "none" and is_ours:
+                recomputing.remake_inside(block)
             block.compile(**options)
 
 

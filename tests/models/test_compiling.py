@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,11 @@ def test_a_compiler_that_does_not_know_the_instructions_is_tried_by_torch(
     assert compiling._knows_vectors() is False
 
 
+def count(kept: dict[int, int], tensor: torch.Tensor) -> torch.Tensor:
+    kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return tensor
+
+
 @pytest.mark.slow
 def test_with_kernels_compiled_blocks_give_the_bits_of_eager_ones_and_no_loop_is_made(tmp_path: Path) -> None:
     if not kernels.is_ready():
@@ -70,13 +76,22 @@ def test_with_kernels_compiled_blocks_give_the_bits_of_eager_ones_and_no_loop_is
         model = models.load(folder, dtype=torch.bfloat16)
         if compiles:
             model.compile_blocks()
-        hidden_BTD = model.hidden(tokens_BT)
+        kept: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(partial(count, kept), lambda tensor: tensor):
+            hidden_BTD = model.hidden(tokens_BT)
         hidden_BTD.float().square().sum().backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         made.append([hidden_BTD.detach(), *gradients])
     assert metrics.generated_kernel_count == 0 and metrics.ir_nodes_pre_fusion > 0
     for eager, compiled in zip(*made, strict=True):
         assert torch.equal(eager, compiled)
+    # What a block keeps: its input and the sum in the middle, q, k, v and attention's output, gate and up.
+    config = model.config
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    width = 2 * config.hidden_size + heads * config.head_dim + 2 * config.intermediate_size
+    weights = sum(parameter.nbytes for parameter in [*model.blocks.parameters(), model.model.norm.weight])
+    outside = tokens_BT.numel() * (8 + 2 * config.hidden_size) + 2 * tokens_BT.shape[1] * 2 * config.head_dim
+    assert sum(kept.values()) == weights + outside + tokens_BT.numel() * 2 * config.num_hidden_layers * width
 
 
 def test_the_code_generator_gets_no_settings_beside_a_backend_of_its_own(tmp_path: Path) -> None:
