@@ -256,6 +256,65 @@ def test_without_a_compiler_torch_does_the_work_and_it_is_told(tmp_path: Path) -
         assert told == f"torch's ({why})"
 
 
+def make_compiler(path: Path, says: str = "echo tiny 1.0") -> Path:
+    """Stands for one: what it 'compiles' is empty, and it keeps a list of how it was called."""
+    cases = f"*--version*) {says};; *kernels.so*) : > kernels.so;;"
+    path.write_text(f'#!/bin/sh\necho "$@" >> {path}.calls\ncase "$*" in {cases} esac\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_a_compiler_may_have_arguments_and_say_nothing_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path / "cache"))
+    compiler = make_compiler(tmp_path / "wrapper", says=":")
+    monkeypatch.setenv("CXX", f"{compiler} real -m64")
+    assert build.make_library()[1] == "a compiler without a name"
+    calls = Path(f"{compiler}.calls").read_text().splitlines()
+    assert len(calls) == 3 and all(call.startswith("real -m64 ") for call in calls)
+    make_compiler(compiler, says="printf 'na\\357me'")
+    assert build.make_library()[1] == "na\ufffdme"
+    monkeypatch.setenv("CXX", "'g++")
+    with pytest.raises(build.NoKernelsError, match="cannot be read"):
+        build.make_library()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", str(make_compiler(tmp_path / "c++")))
+    path, _ = build.make_library()
+    path.unlink()
+    (path.parent / f"{path.stem}-left").mkdir()
+    build.make_library()
+    assert sorted(path.parent.iterdir()) == [path.with_suffix(".lock"), path]
+
+
+UNWRITABLE = """
+import threading
+from optune.native import build
+threads = [threading.Thread(target=build.make_library) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+path, _ = build.make_library()
+print(path.exists(), path.parent)
+"""
+
+
+def test_without_a_cache_they_are_made_once_in_a_folder_that_ends_with_the_process(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    compiler = make_compiler(tmp_path / "c++")
+    environment = {"OPTUNE_CACHE": str(tmp_path / "taken"), "TMPDIR": str(tmp_path), "CXX": str(compiler)}
+    done = subprocess.run(
+        [sys.executable, "-c", UNWRITABLE], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    exists, folder = done.stdout.split()
+    assert exists == "True" and Path(folder).parent == tmp_path and not Path(folder).exists() and done.stderr == ""
+    assert sum("kernels.so" in call for call in Path(f"{compiler}.calls").read_text().splitlines()) == 1
+
+
 def test_a_compiler_that_fails_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\n[ $1 = --version ] && echo broken 1.0 && exit\necho 'error: no header' >&2\nexit 1\n")

@@ -3,11 +3,14 @@ it was made from. Reads nothing of torch, so that it can run while torch is impo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,6 +33,7 @@ FLAGS = (
 )  # fmt: skip
 WIDE = "-mprefer-vector-width=512"
 TIMEOUT_S = 120
+_lock = threading.Lock()
 
 
 class NoKernelsError(Exception):
@@ -53,24 +57,31 @@ def make_library() -> tuple[Path, str]:
     if not sys.platform.startswith("linux"):
         raise NoKernelsError(f"they are not built on {platform.system()}")
     compiler = _find_compiler()
-    version = _run([compiler, "--version"]).splitlines()[0]
+    version = next(iter(_run([*compiler, "--version"]).splitlines()), "a compiler without a name")
     flags = [*FLAGS, *([WIDE] if "avx512f" in _cpu_flags() else [])]
     texts = [(FOLDER / name).read_text() for name in SOURCES + HEADERS]
-    parts = [*texts, *flags, compiler, version, platform.machine(), _cpu_flags()]
+    parts = [*texts, *flags, *compiler, version, platform.machine(), _cpu_flags()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     folder = _cache_folder()
     path = folder / f"{name}.so"
-    with _alone(folder / f"{name}.lock"):
+    with _alone(folder / f"{name}.lock") as is_alone:
         if not path.exists():
+            if is_alone:
+                _remove_left_over(path)
             _compile(compiler, flags, path)
     return path, version
 
 
-def _find_compiler() -> str:
+def _find_compiler() -> list[str]:
+    """With the words that belong before its arguments: `CXX="ccache g++"`."""
     wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else COMPILERS:
-        if found := shutil.which(name):
-            return found
+    try:
+        choices = [shlex.split(wanted)] if wanted else [[name] for name in COMPILERS]
+    except ValueError as error:
+        raise NoKernelsError(f"CXX={wanted} cannot be read: {error}") from error
+    for words in filter(None, choices):
+        if found := shutil.which(words[0]):
+            return [found, *words[1:]]
     raise NoKernelsError(f"no C++ compiler: {f'CXX={wanted}' if wanted else ', '.join(COMPILERS)} not found")
 
 
@@ -81,30 +92,59 @@ def _cache_folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
             return folder
-    return Path(tempfile.mkdtemp(prefix="optune-kernels-"))
+    with _lock:
+        return _folder_of_this_process()
+
+
+@functools.cache
+def _folder_of_this_process() -> Path:
+    folder, owner = tempfile.mkdtemp(prefix="optune-kernels-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # A fork of it ends earlier.
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(folder)
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time: the others of this machine find what the first one made."""
+def _alone(path: Path) -> Iterator[bool]:
+    """One process at a time: the others of this machine find what the first one made. False on a file system without
+    locks, where each one compiles for itself."""
     with path.open("w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: each one compiles for itself
+        is_alone = False
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+            is_alone = True
+        try:
+            yield is_alone
+        finally:  # Closing it would not do where a fork has it open too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def _compile(compiler: str, flags: list[str], path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        _run([compiler, *flags, "-c", *(str(FOLDER / name) for name in SOURCES)], Path(folder))
+def _remove_left_over(path: Path) -> None:
+    """What a process that was killed began to make."""
+    for folder in path.parent.glob(f"{path.stem}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
+    # A compiler whose process has ended may still write there.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-", ignore_cleanup_errors=True) as folder:
+        _run([*compiler, *flags, "-c", *(str(FOLDER / name) for name in SOURCES)], Path(folder))
         # Without a runtime of OpenMP: that of torch serves, whose threads are there already.
         objects = [str(Path(name).with_suffix(".o")) for name in SOURCES]
-        _run([compiler, "-shared", *objects, "-o", "kernels.so"], Path(folder))
+        _run([*compiler, "-shared", *objects, "-o", "kernels.so"], Path(folder))
         (Path(folder) / "kernels.so").replace(path)
 
 
 def _run(words: list[str], folder: Path | None = None) -> str:
     try:
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            words, cwd=folder, capture_output=True, text=True, errors="replace", check=False, timeout=TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoKernelsError(f"{Path(words[0]).name} cannot be used: {error}") from error
     if done.returncode:
