@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optune import kernels, loss
-from optune.models import fused, rope
+from optune.models import fused, native_attention, rope
 from optune.models.attention import causal_attention
 from optune.native import build
 from tests.models.test_attention import make_inputs, reference, run
@@ -143,6 +143,27 @@ def test_attention_is_that_of_torch_under_a_mask(rows, key_heads, groups, length
     for mine, exact in zip(ours, reference(inputs, documents_BT, window), strict=True):
         scale = max(1.0, exact.abs().max().item())
         torch.testing.assert_close(mine.double(), exact, rtol=0.02, atol=4 * TOLERANCE[dtype] * scale)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("length", [1, 2, 30])
+def test_a_pack_of_many_short_documents_takes_little_memory(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, make_sums = [], native_attention._Room.sums
+
+    def measured(room: native_attention._Room) -> Tensor:
+        sizes.append(make_sums(room).numel())
+        return make_sums(room)
+
+    monkeypatch.setattr(native_attention._Room, "sums", measured)
+    inputs = make_inputs(2, 4, 2, 300, 16, torch.bfloat16)
+    if native_attention.find(inputs[0]) is None:
+        pytest.skip("this machine has no native attention")
+    documents_BT = (torch.arange(300) // length).expand(2, 300)
+    ours = run(lambda q, k, v: causal_attention(q, k, v, documents_BT, None), inputs)
+    for mine, exact in zip(ours, reference(inputs, documents_BT, None), strict=True):
+        scale = max(1.0, exact.abs().max().item())
+        torch.testing.assert_close(mine.double(), exact, rtol=0.02, atol=2**-6 * scale)
+    assert max(sizes) <= 2 * (2 * 4 * 640 * 16)  # keys and values of 4 heads and 600 positions, twice
 
 
 @pytest.mark.usefixtures("native")

@@ -5,7 +5,7 @@ Shapes: B rows, T positions, N query heads, K key heads, H head_dim, S segments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,8 +40,9 @@ def forward(
     """As `attention.causal_attention`."""
     inputs = [_by_positions(tensor) for tensor in (query_BNTH, key_BKTH, value_BKTH)]
     out_BTNH = torch.empty_like(inputs[0])
-    room = _Room(query_BNTH, key_BKTH, segments, window)
-    native.causal_attention(*inputs, out_BTNH, *room.segments(), *room.packed(2), *room.scratch(), *room.sizes())
+    for some in _split(segments):
+        room = _Room(query_BNTH, key_BKTH, some, window)
+        native.causal_attention(*inputs, out_BTNH, *room.segments(), *room.packed(2), *room.scratch(), *room.sizes())
     return out_BTNH.transpose(1, 2)
 
 
@@ -57,9 +58,10 @@ def backward(
     """The gradients of query, key and value."""
     inputs = [_by_positions(tensor) for tensor in (grad_BNTH, query_BNTH, key_BKTH, value_BKTH)]
     outputs = [torch.empty_like(tensor) for tensor in inputs[1:]]
-    room = _Room(query_BNTH, key_BKTH, segments, window)
-    memory = *room.packed(3), room.sums(), *room.scratch()
-    native.causal_attention_backward(*inputs, *outputs, *room.segments(), *memory, *room.sizes())
+    for some in _split(segments):
+        room = _Room(query_BNTH, key_BKTH, some, window)
+        memory = *room.packed(3), room.sums(), *room.scratch()
+        native.causal_attention_backward(*inputs, *outputs, *room.segments(), *memory, *room.sizes())
     grad_query_BTNH, grad_key_BTKH, grad_value_BTKH = outputs
     return grad_query_BTNH.transpose(1, 2), grad_key_BTKH.transpose(1, 2), grad_value_BTKH.transpose(1, 2)
 
@@ -73,6 +75,22 @@ def lay_out(*gradients_BNTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _by_positions(tensor: Tensor) -> Tensor:
     """(B, N, T, H) as (B, T, N, H), contiguous."""
     return tensor.transpose(1, 2).contiguous()
+
+
+def _split(segments: Segments) -> Iterator[Segments]:
+    """Parts that need at most twice the memory of one segment of as many positions: a short one takes a whole strip."""
+    limit = 2 * _round_up(sum(stop - start for _, start, stop in segments), _STRIP)
+    part: list[tuple[int, int, int]] = []
+    padded = 0
+    for segment in segments:
+        size = _round_up(segment[2] - segment[1], _STRIP)
+        if part and padded + size > limit:
+            yield part
+            part, padded = [], 0
+        part.append(segment)
+        padded += size
+    if part:
+        yield part
 
 
 class _Room:
