@@ -93,8 +93,10 @@ def refuse_changes(differences: Collection[Difference], allowed: Collection[str]
 def compare_versions(progress: Mapping[str, Any]) -> list[Difference]:
     """What computes otherwise than when the checkpoint was made, so that results may differ in the last bit: other
     libraries, other kernels, another number of threads (sums are split among them)."""
-    now = _versions()
     old = progress.get("versions", {})
+    if "kernels" in old:
+        kernels.is_ready()  # This early nothing has asked for them yet.
+    now = _versions()
     return [Difference(name, old.get(name), version) for name, version in now.items() if old.get(name) != version]
 
 

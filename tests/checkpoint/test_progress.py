@@ -83,3 +83,15 @@ def test_other_library_versions_are_told() -> None:
     assert checkpoint.compare_versions({"versions": same | {"torch": "1.0"}}) == [
         Difference("torch", "1.0", torch.__version__)
     ]
+
+
+def test_other_kernels_are_told_though_nothing_has_asked_for_them_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_library", None)
+    monkeypatch.setenv("OPTUNE_KERNELS", "0")
+    versions = {"optune": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    assert checkpoint.compare_versions({"versions": versions | {"kernels": "native, by g++"}}) == [
+        Difference("kernels", "native, by g++", "torch's (OPTUNE_KERNELS=0)")
+    ]
+    monkeypatch.setattr(kernels, "_library", None)
+    assert checkpoint.compare_versions({"versions": versions}) == []
+    assert kernels.describe() is None
