@@ -137,7 +137,9 @@ def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
         # Without a runtime of OpenMP: that of torch serves, whose threads are there already.
         objects = [str(Path(name).with_suffix(".o")) for name in SOURCES]
         _run([*compiler, "-shared", *objects, "-o", "kernels.so"], Path(folder))
-        (Path(folder) / "kernels.so").replace(path)
+        made = Path(folder) / "kernels.so"
+        files.sync_file(made)  # Half a library after a loss of power would be tried for ever.
+        made.replace(path)
 
 
 def _run(words: list[str], folder: Path | None = None) -> str:
