@@ -30,6 +30,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17",
     "-fno-math-errno", "-fno-trapping-math",  # which change no result
+    "-fno-strict-aliasing",  # two bf16 numbers are also read as one word
 )  # fmt: skip
 WIDE = "-mprefer-vector-width=512"
 TIMEOUT_S = 120
