@@ -96,7 +96,7 @@ def test_sampling_repeats_with_its_seed(optune: Optune, m0: Path) -> None:
         (("--prompt", "a"), "MODEL is missing"),
         (("m0", "--prompt", "a", "--raw", "--system", "b"), "--system is part of a chat"),
         (("m0", "--prompt", "a", "--greedy", "--top-k", "3"), "--greedy takes the likeliest token"),
-        (("m0", "--prompt", "a", "--dtype", "fp8"), "choose from"),
+        (("m0", "--prompt", "a", "--dtype", "fp8"), "is not one of 'bf16', 'fp16', 'fp32'"),
         (("m0", "--prompt", "a", "--top-p", "2"), "top_p"),
         (("m0", "--prompt", "a", "--device", "cuda:7"), "cuda:7"),
         (("./m1", "--prompt", "a"), "m1: there is no such folder"),
