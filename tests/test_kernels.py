@@ -21,7 +21,7 @@ from optune import kernels, loss
 from optune.models import fused, native_attention, rope
 from optune.models.attention import causal_attention
 from optune.native import build
-from tests.models.test_attention import make_inputs, reference, run
+from tests.models.test_attention import make_inputs, number_documents, reference, run
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
@@ -133,12 +133,7 @@ def test_cross_entropy_and_its_gradients_are_those_of_torch_in_float64(
 )
 def test_attention_is_that_of_torch_under_a_mask(rows, key_heads, groups, length, width, window, cuts, dtype) -> None:
     inputs = make_inputs(rows, key_heads * groups, key_heads, length, width, dtype)
-    documents_BT = None
-    if cuts is not None:
-        documents_BT = sum(
-            ((torch.arange(length) >= cut + torch.arange(rows)[:, None]).long() for cut in cuts),
-            torch.zeros(rows, length, dtype=torch.long),
-        )
+    documents_BT = number_documents(rows, length, cuts)
     ours = run(lambda q, k, v: causal_attention(q, k, v, documents_BT, window), inputs)
     for mine, exact in zip(ours, reference(inputs, documents_BT, window), strict=True):
         scale = max(1.0, exact.abs().max().item())

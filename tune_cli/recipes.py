@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +108,8 @@ def _suggest_file(path: Path, siblings: Iterable[Path]) -> str | None:
 
 def _import_file(path: Path) -> Any:
     """The module in a file. It can import its neighbours; neither it nor they can hide an installed package."""
+    from optune.garbage import uncollected
+
     name = f"optune_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -118,7 +118,8 @@ def _import_file(path: Path) -> Any:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
-        with _without_gc():
+        # What an import makes stays; to look through it for garbage again and again takes a tenth of torch's import.
+        with uncollected():
             spec.loader.exec_module(module)
     except OptuneError:
         raise
@@ -131,18 +132,6 @@ def _import_file(path: Path) -> Any:
             f"the recipe cannot be imported: {type(error).__name__}: {error}", where=_find_line(error, path)
         ) from error
     return module
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """What an import makes stays; to look through it for garbage again and again takes a tenth of torch's import."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _find_line(error: BaseException, path: Path) -> str:

@@ -273,6 +273,18 @@ struct Segment {
   int64_t row, start, length, before;
 };
 
+// One head of a segment, of `heads` that each of them has.
+struct Task {
+  Segment segment;
+  int64_t head, length;
+  Task(const Segment* segments, int64_t number, int64_t heads)
+      : segment(segments[number / heads]), head(number % heads), length(segment.length) {}
+  // Its first position, of those of all rows.
+  int64_t position(int64_t T) const { return segment.row * T + segment.start; }
+  // Its first key, where those of all segments lie one after another, head by head; `groups` heads share one.
+  int64_t key(int64_t padded, int64_t groups = 1) const { return head / groups * padded + segment.before; }
+};
+
 }  // namespace
 
 // A tile has `size` queries, a multiple of GROUP and at most LARGEST_TILE. Segments have `padded` keys together. Memory
@@ -288,29 +300,29 @@ extern "C" void causal_attention_bfloat16(const bf16* query, const bf16* key, co
   {
     float *mine = scratch + omp_get_thread_num() * scratch_size, inverses[LARGEST_TILE];
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < count * K; task++) {
-      Segment s = segments[task / K];
-      int64_t head = task % K, place = head * part + s.before * (H / 2);
-      pack_features(Head(key, s.row * T + s.start, head, K, H), s.length, H, packed + place);
-      pack_positions(Head(value, s.row * T + s.start, head, K, H), s.length, round_up(s.length, STRIP), H,
-                     packed + K * part + place);
+    for (int64_t number = 0; number < count * K; number++) {
+      Task task(segments, number, K);
+      int64_t place = task.key(padded) * (H / 2);
+      Head keys(key, task.position(T), task.head, K, H), values(value, task.position(T), task.head, K, H);
+      pack_features(keys, task.length, H, packed + place);
+      pack_positions(values, task.length, round_up(task.length, STRIP), H, packed + K * part + place);
     }
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < count * N; task++) {
-      Segment s = segments[task / N];
-      int64_t head = task % N, place = head / (N / K) * part + s.before * (H / 2);
-      for (int64_t start = 0; start < s.length; start += size) {
-        Tile tile(start, size, s.length, window);
-        int64_t position = s.row * T + s.start + start;
+    for (int64_t number = 0; number < count * N; number++) {
+      Task task(segments, number, N);
+      int64_t place = task.key(padded, N / K) * (H / 2);
+      for (int64_t start = 0; start < task.length; start += size) {
+        Tile tile(start, size, task.length, window);
+        int64_t position = task.position(T) + start;
         uint32_t* queries = (uint32_t*)mine;
         float* scores = mine + size * (H / 2);
         bf16* weights = (bf16*)(scores + tile.rows * tile.width);
-        copy_positions(Head(query, position, head, N, H), tile.count, tile.rows, H, queries);
+        copy_positions(Head(query, position, task.head, N, H), tile.count, tile.rows, H, queries);
         multiply_features(queries, tile.rows, packed + place + tile.begin * (H / 2), tile.width, H, scores);
         exponentiate(scores, tile, scale, window, inverses);
         round_rows(scores, tile, inverses, weights);
         mix((const uint32_t*)weights, tile.width, tile.count, packed + K * part + place + tile.begin * (H / 2),
-            round_up(start + tile.count, 2) / 2 - tile.begin / 2, H, 1.0f, out + (position * N + head) * H, N * H);
+            round_up(start + tile.count, 2) / 2 - tile.begin / 2, H, 1.0f, out + (position * N + task.head) * H, N * H);
       }
     }
   }
@@ -330,31 +342,31 @@ extern "C" void causal_attention_backward_bfloat16(const bf16* grad, const bf16*
   {
     float *mine = scratch + omp_get_thread_num() * scratch_size, inverses[LARGEST_TILE];
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < count * K; task++) {
-      Segment s = segments[task / K];
-      int64_t head = task % K, place = head * part + s.before * (H / 2);
-      Head keys(key, s.row * T + s.start, head, K, H), values(value, s.row * T + s.start, head, K, H);
-      pack_features(keys, s.length, H, packed + place);
-      pack_features(values, s.length, H, packed + K * part + place);
-      pack_positions(keys, s.length, round_up(s.length, STRIP), H, packed + 2 * K * part + place);
+    for (int64_t number = 0; number < count * K; number++) {
+      Task task(segments, number, K);
+      int64_t place = task.key(padded) * (H / 2);
+      Head keys(key, task.position(T), task.head, K, H), values(value, task.position(T), task.head, K, H);
+      pack_features(keys, task.length, H, packed + place);
+      pack_features(values, task.length, H, packed + K * part + place);
+      pack_positions(keys, task.length, round_up(task.length, STRIP), H, packed + 2 * K * part + place);
     }
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < count * N; task++) {
-      Segment s = segments[task / N];
-      int64_t head = task % N, place = head / groups * part + s.before * (H / 2);
-      float* key_sum = key_sums + (head * padded + s.before) * H;
-      float* value_sum = value_sums + (head * padded + s.before) * H;
-      memset(key_sum, 0, sizeof(float) * round_up(s.length, STRIP) * H);
-      memset(value_sum, 0, sizeof(float) * round_up(s.length, STRIP) * H);
-      for (int64_t start = 0; start < s.length; start += size) {
-        Tile tile(start, size, s.length, window);
-        int64_t position = s.row * T + s.start + start, all = tile.rows * tile.width;
+    for (int64_t number = 0; number < count * N; number++) {
+      Task task(segments, number, N);
+      int64_t place = task.key(padded, groups) * (H / 2);
+      float* key_sum = key_sums + task.key(padded) * H;
+      float* value_sum = value_sums + task.key(padded) * H;
+      memset(key_sum, 0, sizeof(float) * round_up(task.length, STRIP) * H);
+      memset(value_sum, 0, sizeof(float) * round_up(task.length, STRIP) * H);
+      for (int64_t start = 0; start < task.length; start += size) {
+        Tile tile(start, size, task.length, window);
+        int64_t position = task.position(T) + start, all = tile.rows * tile.width;
         // Rows are read as operands over H, pairs of rows as operands over queries.
         uint32_t *rows = (uint32_t*)mine, *pairs = rows + size * (H / 2);
         float *weights = mine + size * H, *scores = weights + all;
         uint32_t* words = (uint32_t*)(scores + all);
         int64_t at = tile.begin * (H / 2);
-        Head queries(query, position, head, N, H), grads(grad, position, head, N, H);
+        Head queries(query, position, task.head, N, H), grads(grad, position, task.head, N, H);
         copy_positions(queries, tile.count, tile.rows, H, rows);
         multiply_features(rows, tile.rows, packed + place + at, tile.width, H, weights);
         exponentiate(weights, tile, scale, window, inverses);
@@ -367,19 +379,18 @@ extern "C" void causal_attention_backward_bfloat16(const bf16* grad, const bf16*
         pack_positions(queries, tile.count, tile.rows, H, pairs);
         collect(words, tile.width, pairs, tile.rows / 2, H, key_sum + tile.begin * H);
         mix(words + all / 2, tile.width, tile.count, packed + 2 * K * part + place + at,
-            round_up(start + tile.count, 2) / 2 - tile.begin / 2, H, scale, grad_query + (position * N + head) * H,
+            round_up(start + tile.count, 2) / 2 - tile.begin / 2, H, scale, grad_query + (position * N + task.head) * H,
             N * H);
       }
     }
     // The heads that share a key head, always in the same order.
 #pragma omp for schedule(static)
-    for (int64_t task = 0; task < count * K; task++) {
-      Segment s = segments[task / K];
-      int64_t head = task % K;
-      for (int64_t i = 0; i < s.length; i++)
+    for (int64_t number = 0; number < count * K; number++) {
+      Task task(segments, number, K);
+      for (int64_t i = 0; i < task.length; i++)
         for (int which = 0; which < 2; which++) {
-          const float* from = (which ? value_sums : key_sums) + (head * groups * padded + s.before + i) * H;
-          bf16* place = (which ? grad_value : grad_key) + ((s.row * T + s.start + i) * K + head) * H;
+          const float* from = (which ? value_sums : key_sums) + (task.head * groups * padded + task.segment.before + i) * H;
+          bf16* place = (which ? grad_value : grad_key) + ((task.position(T) + i) * K + task.head) * H;
           float factor = which ? 1.0f : scale;
 #pragma omp simd
           for (int64_t h = 0; h < H; h++) {

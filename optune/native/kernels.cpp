@@ -66,13 +66,15 @@ void rms_norm_backward(const T* grad, const T* hidden, const T* weight, T* grad_
 
 const int64_t ELEMENTS_OF_A_PART = 8192;
 
+inline int64_t end_of_part(int64_t start, int64_t count) {
+  return start + ELEMENTS_OF_A_PART < count ? start + ELEMENTS_OF_A_PART : count;
+}
+
 template <class T>
 void swiglu(const T* gate, const T* up, T* out, int64_t count, int64_t threads) {
-  int64_t parts = (count + ELEMENTS_OF_A_PART - 1) / ELEMENTS_OF_A_PART;
 #pragma omp parallel for num_threads((int)threads) schedule(static)
-  for (int64_t part = 0; part < parts; part++) {
-    int64_t start = part * ELEMENTS_OF_A_PART;
-    int64_t end = start + ELEMENTS_OF_A_PART < count ? start + ELEMENTS_OF_A_PART : count;
+  for (int64_t start = 0; start < count; start += ELEMENTS_OF_A_PART) {
+    int64_t end = end_of_part(start, count);
 #pragma omp simd
     for (int64_t i = start; i < end; i++) {
       float g = read(gate[i]);
@@ -84,11 +86,9 @@ void swiglu(const T* gate, const T* up, T* out, int64_t count, int64_t threads) 
 template <class T>
 void swiglu_backward(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t count,
                      int64_t threads) {
-  int64_t parts = (count + ELEMENTS_OF_A_PART - 1) / ELEMENTS_OF_A_PART;
 #pragma omp parallel for num_threads((int)threads) schedule(static)
-  for (int64_t part = 0; part < parts; part++) {
-    int64_t start = part * ELEMENTS_OF_A_PART;
-    int64_t end = start + ELEMENTS_OF_A_PART < count ? start + ELEMENTS_OF_A_PART : count;
+  for (int64_t start = 0; start < count; start += ELEMENTS_OF_A_PART) {
+    int64_t end = end_of_part(start, count);
 #pragma omp simd
     for (int64_t i = start; i < end; i++) {
       float g = read(gate[i]), dy = read(grad[i]), share = sigmoid(g);

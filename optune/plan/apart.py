@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +62,7 @@ def answer() -> None:
     from optune.plan.predicting import predict
 
     world_size, layout, values = pickle.loads(asked)
-    if world_size == 1:
-        with distributed.start("cpu", **layout) as processes:
-            found = predict(**values, processes=processes, is_apart=True)
-    else:
-        with pretend(world_size), distributed.start("cpu", **layout) as processes:
-            found = predict(**values, processes=processes, is_apart=True)
+    with nullcontext() if world_size == 1 else pretend(world_size), distributed.start("cpu", **layout) as processes:
+        found = predict(**values, processes=processes, is_apart=True)
     with out:
         pickle.dump(found, out)

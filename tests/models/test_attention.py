@@ -31,6 +31,16 @@ def visible(length: int, documents_BT: Tensor | None, window: int | None) -> Ten
     return seen if documents_BT is None else seen & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
 
 
+def number_documents(rows: int, length: int, cuts: list[int] | None) -> Tensor | None:
+    """Of a pack that is cut there, moved on by one in each further row."""
+    if cuts is None:
+        return None
+    return sum(
+        ((torch.arange(length) >= cut + torch.arange(rows)[:, None]).long() for cut in cuts),
+        torch.zeros(rows, length, dtype=torch.long),
+    )
+
+
 def run(function, inputs: list[Tensor]) -> list[Tensor]:
     query, key, value, grad = inputs
     out = function(query, key, value)
@@ -58,12 +68,7 @@ def reference(inputs: list[Tensor], documents_BT: Tensor | None, window: int | N
 )
 def test_output_and_gradients_are_those_of_attention_under_a_mask(rows, key_heads, groups, length, window, cuts, tile):
     inputs = make_inputs(rows, key_heads * groups, key_heads, length, 8, torch.float64)
-    documents_BT = None
-    if cuts is not None:  # the same cuts, moved by the row
-        documents_BT = sum(
-            ((torch.arange(length) >= cut + torch.arange(rows)[:, None]).long() for cut in cuts),
-            torch.zeros(rows, length, dtype=torch.long),
-        )
+    documents_BT = number_documents(rows, length, cuts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "TILE_ELEMENTS", tile)
         ours = run(lambda q, k, v: causal_attention(q, k, v, documents_BT, window), inputs)
