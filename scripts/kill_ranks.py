@@ -12,12 +12,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from tune_cli.main import main
 
 Arm = Callable[[int], None]
 """Called in each worker with its rank, before it begins."""
+
+
+def mend_libraries() -> None:
+    """For a process that was just forked. tqdm's lock is shared with processes that died holding it; and torch lets
+    the first thread that asks make its pool of threads anew, while a second one that asks at once finds none."""
+    tqdm.set_lock(threading.RLock())
+    torch.set_num_threads(torch.get_num_threads())
 
 
 class ForkedWorker:
@@ -58,7 +66,7 @@ def _work(words: list[str], env: dict[str, str], arm: Arm) -> None:
         signal.set_wakeup_fd(-1)
         os.environ.clear()
         os.environ.update(env)
-        tqdm.set_lock(threading.RLock())
+        mend_libraries()
         arm(int(env["RANK"]))
         code = main(words)
     finally:

@@ -35,7 +35,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -46,7 +45,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import kill_ranks
 import torch
-from tqdm import tqdm
 
 from optune import checkpoint, files
 from tests import fixtures
@@ -173,7 +171,7 @@ def attempt(words: list[str], run_dir: Path, plan: Plan, log: Path, ranks: int =
         code = 1
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            tqdm.set_lock(threading.RLock())  # its own is shared with processes that died holding it
+            kill_ranks.mend_libraries()
             descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)

@@ -206,11 +206,14 @@ def _become(request: dict[str, Any], streams: list[int]) -> NoReturn:
 
 def _set_up_libraries() -> None:
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    import torch
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from tqdm import tqdm
 
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
-    tqdm.set_lock(threading.RLock())  # its own is shared with processes that died holding it
+    # As in scripts/kill_ranks.py, which is not imported before what runs as __main__.
+    tqdm.set_lock(threading.RLock())
+    torch.set_num_threads(torch.get_num_threads())
     handlers: Any = subprocess_handler
     handlers.Popen = _start_worker
 

@@ -59,6 +59,7 @@ def attempt(run_dir: Path, *, victim: int | None, event: int) -> dict[int, int]:
         if child == 0:
             status = 1
             try:
+                torch.set_num_threads(1)  # else threads that ask at once may find no pool of torch's: a fork left none
                 if rank == victim:
                     kill_harness.kill_at_event(run_dir, event)
                 status = save_next(run_dir, rank, store)

@@ -120,6 +120,7 @@ def play(folder: Path, name: str, words: list[str], arm: Deed = nothing, *, rank
     if child == 0:
         code = 1
         try:
+            kill_ranks.mend_libraries()
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
