@@ -113,25 +113,23 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=_accumulation_dtype(hidden_ND), device=hidden_ND.device)
         hidden_ND = _pad_rows(hidden_ND)
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
-        grad_weight_VD: Tensor | None = None
         chunks = _chunk_slices(len(hidden_ND), weight_VD.shape[0] if words is None else words.largest, hidden_ND.dtype)
         needs_grad = needs_hidden or needs_weight
+        grad_weight_VD: Tensor | None = None
+        if needs_weight:
+            dtype = weight_VD.dtype if len(chunks) <= 1 else total.dtype
+            grad_weight_VD = (torch.empty_like if chunks else torch.zeros_like)(weight_VD, dtype=dtype)
+        # One buffer for all chunks: a new one would be made before the last one is freed. It is made last, so that it
+        # is the end of what is used, where the rounded gradient will find room.
         buffer_CV = hidden_ND.new_empty(chunks[0].stop if chunks else 0, len(weight_VD))
         for chunk in chunks:
-            # One buffer for all of them: a new one would be made before the last one is freed.
             logits_CV = torch.mm(hidden_ND[chunk], weight_VD.T, out=buffer_CV[: chunk.stop - chunk.start])
             labels_C, weights_C = labels_N[chunk], weights_N[chunk]
             total += _chunk_loss_(logits_CV[: len(labels_C)], labels_C, weights_C, needs_grad, words)
             if grad_hidden_ND is not None:
                 torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[chunk])
-            if needs_weight:
-                is_first = grad_weight_VD is None
-                if grad_weight_VD is None:
-                    dtype = weight_VD.dtype if len(chunks) == 1 else total.dtype
-                    grad_weight_VD = torch.empty_like(weight_VD, dtype=dtype)
-                _add_product_(grad_weight_VD, logits_CV, hidden_ND[chunk], is_first)
-        if grad_weight_VD is None and needs_weight:
-            grad_weight_VD = torch.zeros_like(weight_VD)
+            if grad_weight_VD is not None:
+                _add_product_(grad_weight_VD, logits_CV, hidden_ND[chunk], is_first=chunk.start == 0)
         ctx.grads = (None if grad_hidden_ND is None else grad_hidden_ND[: len(labels_N)], grad_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return total

@@ -53,6 +53,7 @@ def summarize(
     }
     if next(iter(own.values())).device.type == "cpu":
         fields["kernels"] = _Kernels()
+    fields["compile"] = getattr(model, "compilation", None)
     fields["processes"] = processes
     fields |= batches.describe()
     fields["validation"] = validation.describe() if validation else None

@@ -274,7 +274,7 @@ def test_without_a_compiler_torch_does_the_work_and_it_is_told(tmp_path: Path) -
 
 def make_compiler(path: Path, says: str = "echo tiny 1.0") -> Path:
     """Stands for one: what it 'compiles' is empty, and it keeps a list of how it was called."""
-    cases = f"*--version*) {says};; *kernels.so*) : > kernels.so;;"
+    cases = f"*--version*) {says};; *library.so*) : > library.so;;"
     path.write_text(f'#!/bin/sh\necho "$@" >> {path}.calls\ncase "$*" in {cases} esac\n')
     path.chmod(0o755)
     return path
@@ -286,35 +286,35 @@ def test_a_compiler_may_have_arguments_and_say_nothing_of_itself(
     monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path / "cache"))
     compiler = make_compiler(tmp_path / "wrapper", says=":")
     monkeypatch.setenv("CXX", f"{compiler} real -m64")
-    assert build.make_library()[1] == "a compiler without a name"
+    assert build.make_kernels()[1] == "a compiler without a name"
     calls = Path(f"{compiler}.calls").read_text().splitlines()
     assert len(calls) == 3 and all(call.startswith("real -m64 ") for call in calls)
     make_compiler(compiler, says="printf 'na\\357me'")
-    assert build.make_library()[1] == "na\ufffdme"
+    assert build.make_kernels()[1] == "na\ufffdme"
     monkeypatch.setenv("CXX", "'g++")
-    with pytest.raises(build.NoKernelsError, match="cannot be read"):
-        build.make_library()
+    with pytest.raises(build.NoLibraryError, match="cannot be read"):
+        build.make_kernels()
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(make_compiler(tmp_path / "c++")))
-    path, _ = build.make_library()
+    path, _ = build.make_kernels()
     path.unlink()
     (path.parent / f"{path.stem}-left").mkdir()
-    build.make_library()
+    build.make_kernels()
     assert sorted(path.parent.iterdir()) == [path.with_suffix(".lock"), path]
 
 
 UNWRITABLE = """
 import threading
 from optune.native import build
-threads = [threading.Thread(target=build.make_library) for _ in range(2)]
+threads = [threading.Thread(target=build.make_kernels) for _ in range(2)]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-path, _ = build.make_library()
+path, _ = build.make_kernels()
 print(path.exists(), path.parent)
 """
 
@@ -328,7 +328,7 @@ def test_without_a_cache_they_are_made_once_in_a_folder_that_ends_with_the_proce
     )
     exists, folder = done.stdout.split()
     assert exists == "True" and Path(folder).parent == tmp_path and not Path(folder).exists() and done.stderr == ""
-    assert sum("kernels.so" in call for call in Path(f"{compiler}.calls").read_text().splitlines()) == 1
+    assert sum("library.so" in call for call in Path(f"{compiler}.calls").read_text().splitlines()) == 1
 
 
 def test_a_compiler_that_fails_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,8 +337,8 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(tmp_path: Path, monkey
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(build.NoKernelsError, match=r"c\+\+ cannot compile them: error: no header"):
-        build.make_library()
+    with pytest.raises(build.NoLibraryError, match=r"c\+\+ cannot compile them: error: no header"):
+        build.make_kernels()
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
@@ -346,10 +346,10 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(tmp_path: Path, monkey
 def test_they_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path))
     build.start_making()
-    path, _ = build.make_library()  # waits for the one in the background
+    path, _ = build.make_kernels()  # waits for the one in the background
     made = path.stat().st_mtime_ns
-    assert build.make_library()[0] == path and path.stat().st_mtime_ns == made
+    assert build.make_kernels()[0] == path and path.stat().st_mtime_ns == made
     assert path.parent == tmp_path / "kernels"
     monkeypatch.setenv("OPTUNE_KERNELS", "0")
-    with pytest.raises(build.NoKernelsError, match="OPTUNE_KERNELS=0"):
-        build.make_library()
+    with pytest.raises(build.NoLibraryError, match="OPTUNE_KERNELS=0"):
+        build.make_kernels()

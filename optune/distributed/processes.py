@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from optune import errors
+from optune import errors, memory
 from optune.distributed.devices import find_device
 from optune.distributed.layout import Layout, divide
 from optune.errors import ConfigError, OptuneError
@@ -159,6 +159,12 @@ class Processes:
             self.barrier()
 
 
+def _use_memory(device: torch.device) -> None:
+    """Beside a GPU, host memory is what drivers pin and copy from: torch's own."""
+    if device.type == "cpu":
+        memory.use()
+
+
 @contextmanager
 def start(
     device: str = "auto",
@@ -181,7 +187,9 @@ def start(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = divide(world_size, shard=shard, replicate=replicate, tensor=tensor, offload=offload, keep_whole=keep_whole)
     if world_size == 1 and not offload:
-        yield Processes(find_device(device), layout=layout)
+        found = find_device(device)
+        _use_memory(found)
+        yield Processes(found, layout=layout)
         return
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -191,6 +199,7 @@ def start(
             f"is true, and torch's FSDP2, which does it, knows no {found.type}", where="parallel.offload",
             hint="use parallel.offload=false",
         )  # fmt: skip
+    _use_memory(found)
     if found.type == "cuda":
         torch.cuda.set_device(found)
     # Counts and flags go over gloo also beside GPUs: they must not wait for what is queued there.

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from optune import kernels
 from optune.errors import ConfigError
 from optune.types import PackedWeight
 
@@ -88,11 +89,14 @@ def apply(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _compile_apart(model: Any, **options: Any) -> None:
-    """Compiles each block in place, each with a store of its own for what torch makes.
+    """Compiles each block in place, each with a store of its own for what torch makes; unless there is nothing to gain.
 
     Otherwise blocks share one store, where plain blocks find each other's code. Blocks that are split do not (each has
     functions of its own as `forward`), and torch gives up after eight entries. Eight for each block is what is left.
     """
+    if kernels.are_all_there_is(model.model.norm.weight) and not options:
+        model.compilation = kernels.NOTHING_TO_COMPILE
+        return
     import torch._functorch.config as storing
 
     # It cannot store code that holds a mesh, and would say so for every block.

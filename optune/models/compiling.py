@@ -1,11 +1,5 @@
-"""torch.compile on CPUs: what a block is compiled to, without what that need not cost at the start of a run.
-
-Where this machine has kernels for the weights (`optune.kernels`), they and the products are all of a block but a few
-sums. Loops in C++, which the code generator would make of those, cost two seconds of processor time each to compile and
-were no faster: torch's own operations stay, in a graph that is traced and planned once. Compiled and eager numbers
-are the same bits then.
-
-Elsewhere loops are made. Around them torch does three things that took longer than the loops, one after another.
+"""torch.compile on CPUs that have no native kernels: loops in C++, without what they need not cost at the start of a
+run. Around them torch does three things that took longer than the loops, one after another.
 
 - It compiles and loads trial programs with its vector headers, for each set of vector instructions. Here the compiler
   is asked whether it knows their flags, in milliseconds, and torch whether it runs on them itself.
@@ -25,30 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optune import kernels
-
 _TRIES_ISA = "TORCHINDUCTOR_VEC_ISA_OK"
 _PRECOMPILES = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
-def get_ready(weight: Tensor) -> dict[str, Any]:
-    """Makes the first compilation of a block with weights like `weight` short, and returns the settings for its code
-    generator. What the environment says to torch stands."""
+def get_ready(weight: Tensor) -> None:
+    """Makes the first compilation of a block with weights like `weight` short. What the environment says to torch
+    stands."""
     if weight.device.type != "cpu":
-        return {}
+        return
     # All imports here: two threads that import parts of one package wait for each other.
     from torch._inductor import codecache, compile_fx, config, cpu_vec_isa  # noqa: F401
 
-    kernels.is_ready()  # Compiled code calls them, and cannot ask for them.
-    if kernels.covers(weight):
-        return {"fallback_by_default": True}
     if _PRECOMPILES not in os.environ:
         config.cpp_cache_precompile_headers = False
     if _TRIES_ISA not in os.environ and config.cpp.vec_isa_ok is None and _knows_vectors():
         config.cpp.vec_isa_ok = True
     here = contextvars.copy_context()  # Torch's settings are those of a thread.
     threading.Thread(target=here.run, args=(_choose_vectors,), name="optune-compiling", daemon=True).start()
-    return {}
 
 
 def _knows_vectors() -> bool:

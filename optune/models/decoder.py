@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from optune import kernels
 from optune.models import compiling, lookup, recomputing, varlen
 from optune.models.attention import causal_attention
 from optune.models.cache import Cache
@@ -166,6 +167,8 @@ class Decoder(nn.Module):
 
     activation_checkpointing: Literal["none", "selective", "block"] = "none"
     offloading: Offloading | None = None
+    compilation: str | None = None
+    """What came of `compile_blocks`, for a person, where no block was compiled."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -302,15 +305,18 @@ class Decoder(nn.Module):
         self.offloading = Offloading(CudaCopies(self.device))
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compiles each block in place (names stay). The whole model in one graph would free nothing early."""
-        settings = compiling.get_ready(self.model.norm.weight)
-        if is_ours := bool(settings) and not options.keys() & {"backend", "mode", "options"}:
-            options["options"] = settings
+        """Compiles each block in place (names stay). The whole model in one graph would free nothing early.
+
+        Without `options` for `torch.compile` blocks stay as they are where native kernels leave nothing to gain.
+        """
+        weight = self.model.norm.weight
+        if kernels.are_all_there_is(weight) and not options:
+            self.compilation = kernels.NOTHING_TO_COMPILE
+            return
+        compiling.get_ready(weight)
         for block in self.blocks:
             if self.activation_checkpointing == "selective":
                 recomputing.select_inside(block)
-            elif self.activation_checkpointing == "none" and is_ours:
-                recomputing.remake_inside(block)
             block.compile(**options)
 
 

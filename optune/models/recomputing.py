@@ -32,8 +32,6 @@ ADAPTED_PRODUCTS = frozenset({"optune::lora_forward"})
 An operation is a whole attention if its name says so. Scores are never kept: `bmm` is not dear.
 """
 
-REMADE = frozenset({"optune::rms_norm", "optune::swiglu"})
-
 
 def run(block: Any, hidden_BTD: Tensor, context: Any, kind: Kind) -> Tensor:
     """`block(hidden_BTD, context)`, with the same dropout where it is run again in backward."""
@@ -48,33 +46,7 @@ def select_inside(block: Any) -> None:
     what runs inside, and run all of it again. For a block that is compiled afterwards."""
     block.selected_products = count_products(block)
     block.forward = MethodType(_forward_selecting, block)
-    _quiet_warning()
-
-
-def remake_inside(block: Any) -> None:
-    """Lets what `block` is compiled to keep what an eager block keeps (see `fused.remaking`): norms and the MLP's inner
-    activation are made again in backward. For a block that is compiled afterwards, without checkpointing."""
-    block.forward = MethodType(_forward_remaking, block)
-    _quiet_warning()
-
-
-def _forward_remaking(self: Any, hidden_BTD: Tensor, context: Any) -> Tensor:
-    plain = type(self).forward
-    if not torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return plain(self, hidden_BTD, context)
-    return checkpoint(plain, self, hidden_BTD, context, use_reentrant=False, context_fn=_remaking_contexts)  # pyright: ignore
-
-
-def _remaking_contexts() -> tuple[Any, Any]:
-    def choose(_: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_remade = operation.name().partition(".")[0] in REMADE
-        return CheckpointPolicy.PREFER_RECOMPUTE if is_remade else CheckpointPolicy.PREFER_SAVE
-
-    return create_selective_checkpoint_contexts(choose)
-
-
-def _quiet_warning() -> None:
-    """Torch says once that in-place operations would be wrong here. There are none."""
+    # Torch says once that in-place operations would be wrong here. There are none.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 

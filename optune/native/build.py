@@ -1,5 +1,5 @@
-"""Compiles the kernels for this very machine, once: the library lies in the user's cache, under a name that says what
-it was made from. Reads nothing of torch, so that it can run while torch is imported."""
+"""Compiles native libraries for this very machine, once: they lie in the user's cache, under names that say what they
+were made from. Imports nothing of torch, so that it can run while torch is imported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
@@ -16,52 +17,77 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from optune import files
 
 FOLDER = Path(__file__).parent
-SOURCES = ("kernels.cpp", "attention.cpp")
-HEADERS = ("arithmetic.h",)
 SWITCH = "OPTUNE_KERNELS"
 """Set to 0 in the environment, it turns them off."""
+MEMORY_SWITCH = "OPTUNE_MEMORY"
+"""Likewise: torch's own memory is used then."""
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = (
-    "-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17",
+FLAGS = ("-fPIC", "-std=c++17")
+KERNELS = ("kernels.cpp", "attention.cpp")
+KERNEL_FLAGS = (
+    "-O3", "-march=native", "-fopenmp",
     "-fno-math-errno", "-fno-trapping-math",  # which change no result
     "-fno-strict-aliasing",  # two bf16 numbers are also read as one word
 )  # fmt: skip
 WIDE = "-mprefer-vector-width=512"
+MEMORY = ("memory.cpp",)
+MEMORY_FLAGS = ("-O2",)
 TIMEOUT_S = 120
 _lock = threading.Lock()
 
 
-class NoKernelsError(Exception):
-    """Says why there are none, in words for a person."""
+class NoLibraryError(Exception):
+    """Says why there is none, in words for a person."""
 
 
 def start_making() -> None:
-    """Makes the library in the background; `make_library` waits for that, and tells what fails."""
+    """Makes the libraries in the background; `make_kernels` and `make_memory` wait for that, and tell what fails."""
 
     def make() -> None:
-        with contextlib.suppress(Exception):
-            make_library()
+        for make_one in (make_memory, make_kernels):  # in the order in which a run asks for them
+            with contextlib.suppress(Exception):
+                make_one()
 
-    threading.Thread(target=make, name="optune_kernels", daemon=True).start()
+    threading.Thread(target=make, name="optune_native", daemon=True).start()
 
 
-def make_library() -> tuple[Path, str]:
-    """The path of the compiled library, and the compiler's name and version. Raises NoKernelsError."""
-    if os.environ.get(SWITCH) == "0":
-        raise NoKernelsError(f"{SWITCH}=0")
+def make_kernels() -> tuple[Path, str]:
+    """The path of the compiled kernels, and the compiler's name and version. Raises NoLibraryError."""
+    flags = [*KERNEL_FLAGS, *([WIDE] if "avx512f" in _cpu_flags() else [])]
+    # Without a runtime of OpenMP: that of torch serves, whose threads are there already.
+    return _make(SWITCH, KERNELS, flags, [], _cpu_flags())
+
+
+def make_memory() -> tuple[Path, str]:
+    """The path of the compiled allocator, which torch can be given, and the compiler's name and version. Raises
+    NoLibraryError."""
+    torch = importlib.util.find_spec("torch")
+    folders = torch.submodule_search_locations if torch is not None else None
+    if not folders:
+        raise NoLibraryError("torch is not installed in a folder")
+    folder = Path(folders[0])
+    flags = [*MEMORY_FLAGS, f"-I{folder / 'include'}"]
+    return _make(MEMORY_SWITCH, MEMORY, flags, [f"-L{folder / 'lib'}", "-lc10"], (folder / "version.py").read_text())
+
+
+def _make(
+    switch: str, sources: Sequence[str], own_flags: list[str], link: list[str], depends_on: str
+) -> tuple[Path, str]:
+    if os.environ.get(switch) == "0":
+        raise NoLibraryError(f"{switch}=0")
     if not sys.platform.startswith("linux"):
-        raise NoKernelsError(f"they are not built on {platform.system()}")
+        raise NoLibraryError(f"they are not built on {platform.system()}")
     compiler = _find_compiler()
     version = next(iter(_run([*compiler, "--version"]).splitlines()), "a compiler without a name")
-    flags = [*FLAGS, *([WIDE] if "avx512f" in _cpu_flags() else [])]
-    texts = [(FOLDER / name).read_text() for name in SOURCES + HEADERS]
-    parts = [*texts, *flags, *compiler, version, platform.machine(), _cpu_flags()]
+    flags = [*FLAGS, *own_flags]
+    texts = [path.read_text() for path in sorted(FOLDER.glob("*.h")) + [FOLDER / name for name in sources]]
+    parts = [*texts, *flags, *link, *compiler, version, platform.machine(), depends_on]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     folder = _cache_folder()
     path = folder / f"{name}.so"
@@ -69,7 +95,7 @@ def make_library() -> tuple[Path, str]:
         if not path.exists():
             if is_alone:
                 _remove_left_over(path)
-            _compile(compiler, flags, path)
+            _compile(compiler, flags, sources, link, path)
     return path, version
 
 
@@ -79,11 +105,11 @@ def _find_compiler() -> list[str]:
     try:
         choices = [shlex.split(wanted)] if wanted else [[name] for name in COMPILERS]
     except ValueError as error:
-        raise NoKernelsError(f"CXX={wanted} cannot be read: {error}") from error
+        raise NoLibraryError(f"CXX={wanted} cannot be read: {error}") from error
     for words in filter(None, choices):
         if found := shutil.which(words[0]):
             return [found, *words[1:]]
-    raise NoKernelsError(f"no C++ compiler: {f'CXX={wanted}' if wanted else ', '.join(COMPILERS)} not found")
+    raise NoLibraryError(f"no C++ compiler: {f'CXX={wanted}' if wanted else ', '.join(COMPILERS)} not found")
 
 
 def _cache_folder() -> Path:
@@ -131,14 +157,13 @@ def _remove_left_over(path: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
+def _compile(compiler: list[str], flags: list[str], sources: Sequence[str], link: list[str], path: Path) -> None:
     # A compiler whose process has ended may still write there.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-", ignore_cleanup_errors=True) as folder:
-        _run([*compiler, *flags, "-c", *(str(FOLDER / name) for name in SOURCES)], Path(folder))
-        # Without a runtime of OpenMP: that of torch serves, whose threads are there already.
-        objects = [str(Path(name).with_suffix(".o")) for name in SOURCES]
-        _run([*compiler, "-shared", *objects, "-o", "kernels.so"], Path(folder))
-        made = Path(folder) / "kernels.so"
+        _run([*compiler, *flags, "-c", *(str(FOLDER / name) for name in sources)], Path(folder))
+        objects = [str(Path(name).with_suffix(".o")) for name in sources]
+        made = Path(folder) / "library.so"
+        _run([*compiler, "-shared", *objects, *link, "-o", made.name], Path(folder))
         files.sync_file(made)  # Half a library after a loss of power would be tried for ever.
         made.replace(path)
 
@@ -149,10 +174,10 @@ def _run(words: list[str], folder: Path | None = None) -> str:
             words, cwd=folder, capture_output=True, text=True, errors="replace", check=False, timeout=TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoKernelsError(f"{Path(words[0]).name} cannot be used: {error}") from error
+        raise NoLibraryError(f"{Path(words[0]).name} cannot be used: {error}") from error
     if done.returncode:
         said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-        raise NoKernelsError(f"{Path(words[0]).name} cannot compile them: {said.strip()}")
+        raise NoLibraryError(f"{Path(words[0]).name} cannot compile them: {said.strip()}")
     return done.stdout
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optune import memory
 from optune.errors import ConfigError
 from optune.optim.after_backward import AfterBackwardStepper
 from optune.optim.buckets import Bucket, make_buckets, make_entries
@@ -77,6 +78,7 @@ def build_optimizer(
     groups = divide_parameters(names, parameter_groups)
     if settings.get(TORCHAO_ROUNDING) is True:
         update_rounding, settings = "stochastic", {**settings, TORCHAO_ROUNDING: False}
+    memory.keep_apart(parameter for _, parameter in trained)
     held = choose_held(trained, master_weights=master_weights, update_rounding=update_rounding, seed=seed)
     optimizer = _construct(
         factory,
