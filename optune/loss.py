@@ -189,12 +189,18 @@ def _slices(count: int, size: int) -> list[slice]:
 
 
 def _add_product_(sum_VD: Tensor, grad_logits_CV: Tensor, hidden_CD: Tensor, is_first: bool) -> None:
-    """Adds grad_logitsᵀ · hidden to `sum_VD`, or begins it. A product in less than the sum's dtype is made in parts:
-    whole, it and its wider copy would be read from main memory."""
+    """Adds grad_logitsᵀ · hidden to `sum_VD`, or begins it. A native kernel makes the product in the wider sum itself;
+    torch's is rounded first, and made in parts: whole, it and its wider copy would be read from main memory."""
     if sum_VD.dtype == hidden_CD.dtype:
         sum_VD.addmm_(grad_logits_CV.T, hidden_CD, beta=0 if is_first else 1)
         return
-    size = PART_ON_CPU // sum_VD.shape[1] if sum_VD.device.type == "cpu" else len(sum_VD)
+    rows, width = hidden_CD.shape
+    native = kernels.find(grad_logits_CV, hidden_CD)
+    if native is not None and native.has("add_outer_products") and width % 16 == 0:
+        packed = torch.empty((rows + 1) // 2, width, dtype=torch.int32)
+        native.add_outer_products(sum_VD, grad_logits_CV, hidden_CD, packed, rows, *sum_VD.shape, int(is_first))
+        return
+    size = PART_ON_CPU // width if sum_VD.device.type == "cpu" else len(sum_VD)
     for part in _slices(len(sum_VD), size):
         product_PD = grad_logits_CV[:, part].T @ hidden_CD
         if is_first:

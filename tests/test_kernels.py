@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,57 @@ def test_a_pack_of_many_short_documents_takes_little_memory(length: int, monkeyp
         scale = max(1.0, exact.abs().max().item())
         torch.testing.assert_close(mine.double(), exact, rtol=0.02, atol=2**-6 * scale)
     assert max(sizes) <= 2 * (2 * 4 * 640 * 16)  # keys and values of 4 heads and 600 positions, twice
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("window", [None, 70])
+def test_what_lay_in_the_memory_that_attention_works_in_does_not_matter(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(2, 4, 2, 150, 64, torch.bfloat16)
+    room = native_attention._Room
+    results = []
+    for bits in (0, -1):  # as a float, or as two numbers of 16 bits, -1 is not a number
+        with monkeypatch.context() as patch:
+            for name in ("packed", "scratch", "sums"):
+
+                def make(self: Any, *rest: Any, bits: int = bits, whole: Any = room.__dict__[name]) -> Any:
+                    made = whole(self, *rest)
+                    (made if isinstance(made, Tensor) else made[0]).view(torch.int32).fill_(bits)
+                    return made
+
+                patch.setattr(room, name, make)
+            results.append(run(lambda q, k, v: causal_attention(q, k, v, None, window), inputs))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.usefixtures("native")
+@settings(max_examples=30, deadline=None)
+@given(
+    targets=st.integers(1, 1100),
+    words=st.integers(1, 150),
+    width=st.sampled_from([16, 48, 64, 80, 144]),
+    is_first=st.booleans(),
+)
+def test_the_heads_gradient_is_summed_in_fp32_and_by_any_number_of_threads(
+    targets: int, words: int, width: int, is_first: bool
+) -> None:
+    native = kernels.find(torch.ones(1, dtype=torch.bfloat16))
+    if native is None or not native.has("add_outer_products"):
+        pytest.skip("this processor has no products of bf16 numbers")
+    grads, hidden = make(targets, words, dtype=torch.bfloat16), make(targets, width, dtype=torch.bfloat16)
+    start = torch.full((words, width), torch.nan) if is_first else make(words, width, dtype=torch.float32).detach()
+    before, sums = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            sums.append(start.clone())
+            loss._add_product_(sums[-1], grads.detach(), hidden.detach(), is_first)
+    finally:
+        torch.set_num_threads(before)
+    exact = grads.detach().double().T @ hidden.detach().double() + (0 if is_first else start.double())
+    assert torch.equal(*sums)
+    assert (sums[0].double() - exact).abs().max() < 1e-6 * targets**0.5 * exact.abs().max()
 
 
 @pytest.mark.usefixtures("native")

@@ -12,42 +12,16 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
 
-#include <immintrin.h>
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-#include "arithmetic.h"
+#include "products.h"
 
 extern "C" int omp_get_thread_num(void);
 
 namespace {
 
 const int64_t STRIP = 64;  // keys whose scores are made together
-const int64_t GROUP = 4;   // rows that are multiplied together
 const int64_t LARGEST_TILE = 64;
-
-inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
-
-// sum[m][n] += over k: the pair a[m * a_row + k * a_step] times the 16 pairs at b + k * b_step + n * b_column.
-template <int COLUMNS>
-inline void multiply(const uint32_t* a, int64_t a_row, int64_t a_step, const uint32_t* b, int64_t b_column,
-                     int64_t b_step, int64_t steps, __m512 (&sum)[GROUP][COLUMNS]) {
-  for (int64_t k = 0; k < steps; k++) {
-    __m512bh columns[COLUMNS];
-    for (int n = 0; n < COLUMNS; n++) columns[n] = (__m512bh)_mm512_loadu_si512(b + k * b_step + n * b_column);
-    for (int m = 0; m < GROUP; m++) {
-      __m512bh row = (__m512bh)_mm512_set1_epi32((int)a[m * a_row + k * a_step]);
-      for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], row, columns[n]);
-    }
-  }
-}
-
-template <int COLUMNS>
-inline void clear(__m512 (&sum)[GROUP][COLUMNS]) {
-  for (int m = 0; m < GROUP; m++)
-    for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_setzero_ps();
-}
 
 // One head of a tensor (T, heads, H), as words of two numbers.
 struct Head {
@@ -88,67 +62,6 @@ void copy_positions(Head from, int64_t count, int64_t padded, int64_t H, uint32_
   memset(copied + count * (H / 2), 0, sizeof(uint32_t) * (padded - count) * (H / 2));
 }
 
-// scores[q][s] for all keys of whole strips: queries (rows, H / 2 words) against keys from pack_features.
-void multiply_features(const uint32_t* queries, int64_t rows, const uint32_t* keys, int64_t width, int64_t H,
-                       float* scores) {
-  for (int64_t strip = 0; strip < width; strip += STRIP)
-    for (int64_t row = 0; row < rows; row += GROUP) {
-      __m512 sum[GROUP][4];
-      clear(sum);
-      multiply(queries + row * (H / 2), H / 2, 1, keys + strip * (H / 2), 16 * (H / 2), 16, H / 2, sum);
-      for (int m = 0; m < GROUP; m++)
-        for (int n = 0; n < 4; n++) _mm512_storeu_ps(scores + (row + m) * width + strip + n * 16, sum[m][n]);
-    }
-}
-
-inline void store_rounded(bf16* place, __m512 sum) {
-  _mm256_storeu_si256((__m256i*)place, (__m256i)_mm512_cvtneps_pbh(sum));
-}
-
-// out[q] = scale * weights[q] . from, for `count` rows of H; weights are rows of `width` keys, `from` is of
-// pack_positions.
-template <int COLUMNS>
-void mix_columns(const uint32_t* weights, int64_t width, int64_t count, const uint32_t* from, int64_t steps, int64_t H,
-                 float scale, bf16* out, int64_t out_row) {
-  for (int64_t row = 0; row < count; row += GROUP) {
-    __m512 sum[GROUP][COLUMNS];
-    clear(sum);
-    multiply(weights + row * (width / 2), width / 2, 1, from, 16, H, steps, sum);
-    for (int m = 0; m < GROUP && row + m < count; m++)
-      for (int n = 0; n < COLUMNS; n++)
-        store_rounded(out + (row + m) * out_row + n * 16, _mm512_mul_ps(sum[m][n], _mm512_set1_ps(scale)));
-  }
-}
-
-void mix(const uint32_t* weights, int64_t width, int64_t count, const uint32_t* from, int64_t steps, int64_t H,
-         float scale, bf16* out, int64_t out_row) {
-  int64_t column = 0;
-  for (; column + 64 <= H; column += 64)
-    mix_columns<4>(weights, width, count, from + column, steps, H, scale, out + column, out_row);
-  for (; column < H; column += 16)
-    mix_columns<1>(weights, width, count, from + column, steps, H, scale, out + column, out_row);
-}
-
-// sums[s] += over queries: weights . from, for `width` rows of H. Weights are pairs of queries, `width` words each.
-template <int COLUMNS>
-void collect_columns(const uint32_t* weights, int64_t width, const uint32_t* from, int64_t steps, int64_t H,
-                     float* sums) {
-  for (int64_t row = 0; row < width; row += GROUP) {
-    __m512 sum[GROUP][COLUMNS];
-    for (int m = 0; m < GROUP; m++)
-      for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_loadu_ps(sums + (row + m) * H + n * 16);
-    multiply(weights + row, 1, width, from, 16, H, steps, sum);
-    for (int m = 0; m < GROUP; m++)
-      for (int n = 0; n < COLUMNS; n++) _mm512_storeu_ps(sums + (row + m) * H + n * 16, sum[m][n]);
-  }
-}
-
-void collect(const uint32_t* weights, int64_t width, const uint32_t* from, int64_t steps, int64_t H, float* sums) {
-  int64_t column = 0;
-  for (; column + 64 <= H; column += 64) collect_columns<4>(weights, width, from + column, steps, H, sums + column);
-  for (; column < H; column += 16) collect_columns<1>(weights, width, from + column, steps, H, sums + column);
-}
-
 // Some queries of a segment and the strips of keys that they see.
 struct Tile {
   int64_t first, count, rows;  // queries; rows are rounded up
@@ -160,7 +73,92 @@ struct Tile {
     begin = window > 0 && start + 1 > window ? (start + 1 - window) / STRIP * STRIP : 0;
     width = round_up(start + count, STRIP) - begin;
   }
+  // Before which key the queries of a group see all that they see, the first of them being `row`.
+  int64_t end(int64_t row) const { return first + row + GROUP - begin; }
+  // The same in whole blocks of 16 keys. What lies behind is neither made nor read.
+  int64_t seen(int64_t row) const {
+    int64_t seen = round_up(end(row / GROUP * GROUP), 16);
+    return seen < width ? seen : width;
+  }
 };
+
+template <int COLUMNS>
+inline void multiply_blocks(const uint32_t* queries, const uint32_t* keys, int64_t H, float* scores, int64_t width) {
+  __m512 sum[GROUP][COLUMNS];
+  clear(sum);
+  multiply(queries, H / 2, 1, keys, 16 * (H / 2), 16, H / 2, sum);
+  for (int m = 0; m < GROUP; m++)
+    for (int n = 0; n < COLUMNS; n++) _mm512_storeu_ps(scores + m * width + n * 16, sum[m][n]);
+}
+
+// scores[q][s] of the keys that each group of queries sees: queries (rows, H / 2 words) against keys from
+// pack_features.
+void multiply_features(const uint32_t* queries, Tile tile, const uint32_t* keys, int64_t H, float* scores) {
+  for (int64_t strip = 0; strip < tile.width; strip += STRIP)
+    for (int64_t row = 0; row < tile.rows; row += GROUP) {
+      const uint32_t *some = queries + row * (H / 2), *block = keys + strip * (H / 2);
+      float* place = scores + row * tile.width + strip;
+      int64_t blocks = (tile.seen(row) - strip) / 16;
+      if (blocks >= 4)
+        multiply_blocks<4>(some, block, H, place, tile.width);
+      else if (blocks == 3)
+        multiply_blocks<3>(some, block, H, place, tile.width);
+      else if (blocks == 2)
+        multiply_blocks<2>(some, block, H, place, tile.width);
+      else if (blocks == 1)
+        multiply_blocks<1>(some, block, H, place, tile.width);
+    }
+}
+
+inline void store_rounded(bf16* place, __m512 sum) {
+  _mm256_storeu_si256((__m256i*)place, (__m256i)_mm512_cvtneps_pbh(sum));
+}
+
+// out[q] = scale * weights[q] . from, for `count` rows of H; weights are rows of `width` keys, `from` is of
+// pack_positions.
+template <int COLUMNS>
+void mix_columns(const uint32_t* weights, Tile tile, const uint32_t* from, int64_t H, float scale, bf16* out,
+                 int64_t out_row) {
+  for (int64_t row = 0; row < tile.count; row += GROUP) {
+    __m512 sum[GROUP][COLUMNS];
+    clear(sum);
+    multiply(weights + row * (tile.width / 2), tile.width / 2, 1, from, 16, H, tile.end(row) / 2, sum);
+    for (int m = 0; m < GROUP && row + m < tile.count; m++)
+      for (int n = 0; n < COLUMNS; n++)
+        store_rounded(out + (row + m) * out_row + n * 16, _mm512_mul_ps(sum[m][n], _mm512_set1_ps(scale)));
+  }
+}
+
+void mix(const uint32_t* weights, Tile tile, const uint32_t* from, int64_t H, float scale, bf16* out,
+         int64_t out_row) {
+  int64_t column = 0;
+  for (; column + 64 <= H; column += 64)
+    mix_columns<4>(weights, tile, from + column, H, scale, out + column, out_row);
+  for (; column < H; column += 16) mix_columns<1>(weights, tile, from + column, H, scale, out + column, out_row);
+}
+
+// sums[s] += over the queries that see s: weights . from, for `width` rows of H. Weights are pairs of queries, `width`
+// words each.
+template <int COLUMNS>
+void collect_columns(const uint32_t* weights, Tile tile, const uint32_t* from, int64_t H, float* sums) {
+  for (int64_t row = 0; row < tile.width; row += GROUP) {
+    int64_t ahead = row - (tile.first - tile.begin), skipped = ahead > 0 ? ahead / 2 : 0;
+    int64_t steps = tile.rows / 2 - skipped;
+    if (steps <= 0) break;
+    __m512 sum[GROUP][COLUMNS];
+    for (int m = 0; m < GROUP; m++)
+      for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_loadu_ps(sums + (row + m) * H + n * 16);
+    multiply(weights + skipped * tile.width + row, 1, tile.width, from + skipped * H, 16, H, steps, sum);
+    for (int m = 0; m < GROUP; m++)
+      for (int n = 0; n < COLUMNS; n++) _mm512_storeu_ps(sums + (row + m) * H + n * 16, sum[m][n]);
+  }
+}
+
+void collect(const uint32_t* weights, Tile tile, const uint32_t* from, int64_t H, float* sums) {
+  int64_t column = 0;
+  for (; column + 64 <= H; column += 64) collect_columns<4>(weights, tile, from + column, H, sums + column);
+  for (; column < H; column += 16) collect_columns<1>(weights, tile, from + column, H, sums + column);
+}
 
 // As `exponential`: 2^n is multiplied in by an instruction that knows subnormal numbers, 0 and NaN. Far below its
 // range, where nothing is left of r, x is bounded; the second operand of the maximum is the one whose NaN stays.
@@ -179,7 +177,7 @@ inline __m512 exponential(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// exp(scale * (x - its largest)) over [begin, end), 0 in the rest of `width`, in place; returns 1 over their sum.
+// exp(scale * (x - its largest)) over [begin, end), 0 in the rest of `width` keys, in place; returns 1 over their sum.
 float exponentials(float* x, int64_t begin, int64_t end, int64_t width, float scale) {
   __m512 largest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
   for (int64_t i = begin; i < end; i += 16) {
@@ -205,26 +203,27 @@ void exponentiate(float* scores, Tile tile, float scale, int64_t window, float* 
     float* x = scores + row * tile.width;
     int64_t end = tile.first + row + 1, begin = window > 0 && end > window ? end - window : 0;
     if (row < tile.count)
-      inverses[row] = exponentials(x, begin - tile.begin, end - tile.begin, tile.width, scale);
+      inverses[row] = exponentials(x, begin - tile.begin, end - tile.begin, tile.seen(row), scale);
     else {
-      memset(x, 0, sizeof(float) * tile.width);
+      memset(x, 0, sizeof(float) * tile.seen(row));
       inverses[row] = 0.0f;
     }
   }
 }
 
-inline uint32_t rounded(float x) {
-  bf16 y;
-  write(&y, x);
-  return y.bits;
+inline __m512i rounded(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
+
+inline void store_pair(uint32_t* place, __m512i first, __m512i second) {
+  _mm512_storeu_si512(place, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
 }
 
 // Weights as rows for mix().
 void round_rows(const float* scores, Tile tile, const float* inverses, bf16* rows) {
   for (int64_t row = 0; row < tile.rows; row++) {
-    float inverse = inverses[row];
-#pragma omp simd
-    for (int64_t i = row * tile.width; i < (row + 1) * tile.width; i++) write(rows + i, scores[i] * inverse);
+    __m512 inverse = _mm512_set1_ps(inverses[row]);
+    int64_t start = row * tile.width;
+    for (int64_t i = start; i < start + tile.seen(row); i += 16)
+      store_rounded(rows + i, _mm512_mul_ps(_mm512_loadu_ps(scores + i), inverse));
   }
 }
 
@@ -232,22 +231,27 @@ void round_rows(const float* scores, Tile tile, const float* inverses, bf16* row
 void round_pairs(float* scores, Tile tile, const float* inverses, uint32_t* pairs) {
   for (int64_t row = 0; row < tile.rows; row += 2) {
     float *first = scores + row * tile.width, *second = first + tile.width;
-    float first_inverse = inverses[row], second_inverse = inverses[row + 1];
+    __m512 first_inverse = _mm512_set1_ps(inverses[row]), second_inverse = _mm512_set1_ps(inverses[row + 1]);
     uint32_t* place = pairs + row / 2 * tile.width;
-#pragma omp simd
-    for (int64_t i = 0; i < tile.width; i++) {
-      first[i] *= first_inverse;
-      second[i] *= second_inverse;
-      place[i] = rounded(first[i]) | rounded(second[i]) << 16;
+    for (int64_t i = 0; i < tile.seen(row); i += 16) {
+      __m512 x = _mm512_mul_ps(_mm512_loadu_ps(first + i), first_inverse);
+      __m512 y = _mm512_mul_ps(_mm512_loadu_ps(second + i), second_inverse);
+      _mm512_storeu_ps(first + i, x);
+      _mm512_storeu_ps(second + i, y);
+      store_pair(place + i, rounded(x), rounded(y));
     }
   }
 }
 
-inline float dot(const float* x, const float* y, int64_t count) {
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; i++) sum += x[i] * y[i];
-  return sum;
+// The sum of x * y over a multiple of 16.
+inline __m512 dot(const float* x, const float* y, int64_t count) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < count; i += 16) sum = _mm512_fmadd_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(y + i), sum);
+  return _mm512_set1_ps(_mm512_reduce_add_ps(sum));
+}
+
+inline __m512 score_gradient(const float* weights, const float* grads, __m512 sum) {
+  return _mm512_mul_ps(_mm512_loadu_ps(weights), _mm512_sub_ps(_mm512_loadu_ps(grads), sum));
 }
 
 // The gradients of scores, weights * (grads - sum(weights * grads)), as pairs of queries and as rows.
@@ -255,16 +259,16 @@ void differentiate(const float* weights, const float* grads, Tile tile, uint32_t
   for (int64_t row = 0; row < tile.rows; row += 2) {
     const float *w = weights + row * tile.width, *g = grads + row * tile.width;
     const float *v = w + tile.width, *h = g + tile.width;
-    float first_sum = dot(w, g, tile.width), second_sum = dot(v, h, tile.width);
+    int64_t seen = tile.seen(row);
+    __m512 first_sum = dot(w, g, seen), second_sum = dot(v, h, seen);
     uint32_t* place = pairs + row / 2 * tile.width;
-    uint16_t* first = (uint16_t*)(rows + row * tile.width);
-    uint16_t* second = first + tile.width;
-#pragma omp simd
-    for (int64_t i = 0; i < tile.width; i++) {
-      uint32_t x = rounded(w[i] * (g[i] - first_sum)), y = rounded(v[i] * (h[i] - second_sum));
-      place[i] = x | y << 16;
-      first[i] = (uint16_t)x;
-      second[i] = (uint16_t)y;
+    bf16 *first = rows + row * tile.width, *second = first + tile.width;
+    for (int64_t i = 0; i < seen; i += 16) {
+      __m512i x = rounded(score_gradient(w + i, g + i, first_sum));
+      __m512i y = rounded(score_gradient(v + i, h + i, second_sum));
+      store_pair(place + i, x, y);
+      _mm256_storeu_si256((__m256i*)(first + i), _mm512_cvtepi32_epi16(x));
+      _mm256_storeu_si256((__m256i*)(second + i), _mm512_cvtepi32_epi16(y));
     }
   }
 }
@@ -318,11 +322,11 @@ extern "C" void causal_attention_bfloat16(const bf16* query, const bf16* key, co
         float* scores = mine + size * (H / 2);
         bf16* weights = (bf16*)(scores + tile.rows * tile.width);
         copy_positions(Head(query, position, task.head, N, H), tile.count, tile.rows, H, queries);
-        multiply_features(queries, tile.rows, packed + place + tile.begin * (H / 2), tile.width, H, scores);
+        multiply_features(queries, tile, packed + place + tile.begin * (H / 2), H, scores);
         exponentiate(scores, tile, scale, window, inverses);
         round_rows(scores, tile, inverses, weights);
-        mix((const uint32_t*)weights, tile.width, tile.count, packed + K * part + place + tile.begin * (H / 2),
-            round_up(start + tile.count, 2) / 2 - tile.begin / 2, H, 1.0f, out + (position * N + task.head) * H, N * H);
+        mix((const uint32_t*)weights, tile, packed + K * part + place + tile.begin * (H / 2), H, 1.0f,
+            out + (position * N + task.head) * H, N * H);
       }
     }
   }
@@ -368,19 +372,18 @@ extern "C" void causal_attention_backward_bfloat16(const bf16* grad, const bf16*
         int64_t at = tile.begin * (H / 2);
         Head queries(query, position, task.head, N, H), grads(grad, position, task.head, N, H);
         copy_positions(queries, tile.count, tile.rows, H, rows);
-        multiply_features(rows, tile.rows, packed + place + at, tile.width, H, weights);
+        multiply_features(rows, tile, packed + place + at, H, weights);
         exponentiate(weights, tile, scale, window, inverses);
         copy_positions(grads, tile.count, tile.rows, H, rows);
-        multiply_features(rows, tile.rows, packed + K * part + place + at, tile.width, H, scores);
+        multiply_features(rows, tile, packed + K * part + place + at, H, scores);
         round_pairs(weights, tile, inverses, words);
         pack_positions(grads, tile.count, tile.rows, H, pairs);
-        collect(words, tile.width, pairs, tile.rows / 2, H, value_sum + tile.begin * H);
+        collect(words, tile, pairs, H, value_sum + tile.begin * H);
         differentiate(weights, scores, tile, words, (bf16*)(words + all / 2));
         pack_positions(queries, tile.count, tile.rows, H, pairs);
-        collect(words, tile.width, pairs, tile.rows / 2, H, key_sum + tile.begin * H);
-        mix(words + all / 2, tile.width, tile.count, packed + 2 * K * part + place + at,
-            round_up(start + tile.count, 2) / 2 - tile.begin / 2, H, scale, grad_query + (position * N + task.head) * H,
-            N * H);
+        collect(words, tile, pairs, H, key_sum + tile.begin * H);
+        mix(words + all / 2, tile, packed + 2 * K * part + place + at, H, scale,
+            grad_query + (position * N + task.head) * H, N * H);
       }
     }
     // The heads that share a key head, always in the same order.

@@ -29,7 +29,7 @@ MEMORY_SWITCH = "OPTUNE_MEMORY"
 """Likewise: torch's own memory is used then."""
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-fPIC", "-std=c++17")
-KERNELS = ("kernels.cpp", "attention.cpp")
+KERNELS = ("kernels.cpp", "attention.cpp", "head.cpp")
 KERNEL_FLAGS = (
     "-O3", "-march=native", "-fopenmp",
     "-fno-math-errno", "-fno-trapping-math",  # which change no result
