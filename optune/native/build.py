@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import functools
 import hashlib
 import importlib.util
 import os
@@ -17,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 
 from optune import files
@@ -49,12 +50,12 @@ class NoLibraryError(Exception):
 def start_making() -> None:
     """Makes the libraries in the background; `make_kernels` and `make_memory` wait for that, and tell what fails."""
 
-    def make() -> None:
-        for make_one in (make_memory, make_kernels):  # in the order in which a run asks for them
-            with contextlib.suppress(Exception):
-                make_one()
+    def make(make_one: Callable[[], object]) -> None:
+        with contextlib.suppress(Exception):
+            make_one()
 
-    threading.Thread(target=make, name="optune_native", daemon=True).start()
+    for make_one in (make_memory, make_kernels):  # in the order in which a run asks for them
+        threading.Thread(target=make, args=(make_one,), name="optune_native", daemon=True).start()
 
 
 def make_kernels() -> tuple[Path, str]:
@@ -123,7 +124,7 @@ def _cache_folder() -> Path:
         return _folder_of_this_process()
 
 
-@functools.cache
+@cache
 def _folder_of_this_process() -> Path:
     folder, owner = tempfile.mkdtemp(prefix="optune-kernels-"), os.getpid()
 
@@ -160,7 +161,9 @@ def _remove_left_over(path: Path) -> None:
 def _compile(compiler: list[str], flags: list[str], sources: Sequence[str], link: list[str], path: Path) -> None:
     # A compiler whose process has ended may still write there.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-", ignore_cleanup_errors=True) as folder:
-        _run([*compiler, *flags, "-c", *(str(FOLDER / name) for name in sources)], Path(folder))
+        with ThreadPoolExecutor(len(sources)) as compilers:
+            jobs = [[*compiler, *flags, "-c", str(FOLDER / name)] for name in sources]
+            list(compilers.map(partial(_run, folder=Path(folder)), jobs))
         objects = [str(Path(name).with_suffix(".o")) for name in sources]
         made = Path(folder) / "library.so"
         _run([*compiler, "-shared", *objects, *link, "-o", made.name], Path(folder))
