@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterable
 
 import torch
@@ -34,6 +35,14 @@ def keep_apart(parameters: Iterable[Tensor]) -> None:
     for parameter in map(local_values, parameters):
         for size in {parameter.nbytes, parameter.numel() * _STATE}:
             library.keep_apart(ctypes.c_size_t(size))
+
+
+def touch_ahead(size: int) -> None:
+    """Has the system provide `size` more bytes of memory, beside what goes on here: half a second a GiB, which the
+    first step would wait for. Only for what the range is sure to need."""
+    if library := _in_use():
+        touch = library.touch_memory_ahead
+        threading.Thread(target=touch, args=(ctypes.c_size_t(size),), name="optune-memory", daemon=True).start()
 
 
 def give_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -162,6 +163,32 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     assert resident() > with_it - size / 2
     memory.give_back()
     assert resident() < with_it - size / 2
+
+
+TOUCH = """
+import os, threading, torch
+from pathlib import Path
+from optune import memory
+assert memory.use()
+def resident(): return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+kept = torch.full((2**20,), 7.0)
+before = resident()
+memory.touch_ahead(2**26)
+beside = [torch.full((2**18,), 1.0) for _ in range(20)]  # in what is being touched
+[each.join() for each in threading.enumerate() if each.name == "optune-memory"]
+assert resident() - before > 0.9 * 2**26
+assert float(kept.sum()) == 7 * 2**20 and float(sum(beside).sum()) == 20 * 2**18
+before = resident()
+whole = torch.full((2**23,), 1.0)
+assert resident() - before < 2**25
+memory.touch_ahead(2**60)  # no machine has so much, and nothing happens
+"""
+
+
+def test_memory_may_be_touched_ahead_while_it_is_used() -> None:
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (5, 14):
+        pytest.skip("this system cannot")
+    run(TOUCH)
 
 
 @pytest.mark.parametrize("environment", [{"OPTUNE_MEMORY": "0"}, {"CXX": "/nowhere/c++"}])

@@ -23,7 +23,7 @@ from optune.checkpoint.progress import (
     read_progress,
     refuse_changes,
 )
-from optune.checkpoint.rehearsal import Rehearsal, rehearse
+from optune.checkpoint.rehearsal import Rehearsal, estimate_state_bytes, rehearse
 from optune.checkpoint.writing import count_nonfinite, save
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "compare_fingerprints",
     "compare_versions",
     "count_nonfinite",
+    "estimate_state_bytes",
     "find",
     "list_checkpoints",
     "load_optimizer",

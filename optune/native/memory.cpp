@@ -1,7 +1,7 @@
 // Memory for torch's tensors on a CPU: one range of addresses, filled from both ends.
 //
 // A step makes and frees the same sizes over and over. In a heap that takes the hole that fits best, tensors that live
-// long come to lie between others that do not, and a third of the memory that a step needs is lost in holes. Here what
+// long come to lie between others that do not, and a third of what a step holds is lost in holes beside it. Here what
 // lives long, told by its size (a gradient, a state of the optimizer: the sizes of parameters), takes the highest hole
 // that is large enough, and everything else the lowest. Activations stack up from below, and gradients come down from
 // above where activations were freed. What lies between is free, in one piece.
@@ -21,9 +21,11 @@
 
 namespace {
 
-constexpr size_t LINE = 64;                // torch's alignment; a block's size stands in the line before it
-constexpr size_t LEAST = size_t{1} << 16;  // tensors below are left to malloc
-constexpr size_t GROWTH = size_t{1} << 26; // what is asked of the system at a time; only what is touched takes memory
+constexpr size_t LINE = 64;                 // torch's alignment; a block's size stands in the line before it
+constexpr size_t LEAST = size_t{1} << 16;   // tensors below are left to malloc
+constexpr size_t GROWTH = size_t{1} << 26;  // what is asked of the system at a time; only what is touched takes memory
+constexpr size_t TOUCHED = size_t{1} << 23; // at a time: meanwhile no other thread gets addresses
+constexpr int POPULATE_WRITE = 23;          // of madvise, since Linux 5.14; older headers do not have it
 
 class Memory {
  public:
@@ -77,6 +79,19 @@ class Memory {
     return true;
   }
 
+  // Has the system provide memory behind what was used, which the first tensors there would wait for, page by page.
+  void touch_ahead(size_t bytes) {
+    char *at, *end;
+    {
+      std::lock_guard<std::mutex> guard(mutex);
+      at = end_ + page_ - reinterpret_cast<uintptr_t>(end_) % page_;
+      if (at > limit_ || bytes > static_cast<size_t>(limit_ - at) || !make_usable(at + bytes)) return;
+      end = at + bytes;
+    }
+    for (; at < end; at += TOUCHED)
+      if (madvise(at, at + TOUCHED < end ? TOUCHED : end - at, POPULATE_WRITE)) return;
+  }
+
   // The system has the memory of holes again; the addresses stay.
   void give_back() {
     std::lock_guard<std::mutex> guard(mutex);
@@ -127,15 +142,19 @@ class Memory {
     auto last = holes_.end();
     if (!holes_.empty() && (--last)->first + last->second == end_) block = last->first;
     if (bytes > static_cast<size_t>(limit_ - block)) return nullptr;
-    if (block + bytes > usable_) {
-      size_t more = (block + bytes - usable_ + GROWTH - 1) / GROWTH * GROWTH;
-      if (more > static_cast<size_t>(limit_ - usable_)) more = limit_ - usable_;
-      if (mprotect(usable_, more, PROT_READ | PROT_WRITE)) return nullptr;
-      usable_ += more;
-    }
+    if (!make_usable(block + bytes)) return nullptr;
     if (block != end_) holes_.erase(last);
     end_ = block + bytes;
     return block;
+  }
+
+  bool make_usable(char* end) {
+    if (end <= usable_) return true;
+    size_t more = (end - usable_ + GROWTH - 1) / GROWTH * GROWTH;
+    if (more > static_cast<size_t>(limit_ - usable_)) more = limit_ - usable_;
+    if (mprotect(usable_, more, PROT_READ | PROT_WRITE)) return false;
+    usable_ += more;
+    return true;
   }
 
   char *start_ = nullptr, *end_ = nullptr, *usable_ = nullptr, *limit_ = nullptr;
@@ -184,6 +203,8 @@ int use_memory() {
 
 // Tensors of this size live long.
 void keep_apart(size_t bytes) { memory().keep_apart(bytes); }
+
+void touch_memory_ahead(size_t bytes) { memory().touch_ahead(bytes); }
 
 void give_back_memory() { memory().give_back(); }
 

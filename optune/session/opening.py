@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optune import checkpoint, metrics, optim, resuming, run_folder
+from optune import checkpoint, memory, metrics, optim, resuming, run_folder
 from optune.distributed import Processes
 from optune.session.memory import MemoryCheck, Predict
 from optune.session.running import Batches, Session
@@ -84,6 +84,9 @@ def start(
         for note in notes:
             checkpoint.say_on_stderr(note)  # and so to log.txt
         parameters = dict(model.named_parameters())
+        check = MemoryCheck(predict, model, optimizer, processes)
+        if processes.world_size == 1 and processes.device.type == "cpu":
+            memory.touch_ahead(checkpoint.estimate_state_bytes(optimizer))
         room = checkpoint.rehearse(
             folder.path,
             write_model=lambda path: write_model(model_tensors, path),
@@ -133,13 +136,14 @@ def start(
             total_steps=total_steps,
             time_limit=time_limit,
             save_s=room.write_s,
-            memory=MemoryCheck(predict, model, optimizer, processes),
+            memory=check,
             saves_ahead=save_every_steps is not None and save_every_steps < total_steps,
             resume_from=resume_from,
             progress=progress,
         )
         yield run
         run.publish()
+    memory.give_back()  # This process may go on: to the next run of a grid, in a notebook.
 
 
 def _open_folder(output_dir: str, config_yaml: str, resume: str | None, processes: Processes) -> run_folder.RunFolder:

@@ -33,24 +33,24 @@ class Contestant:
     """Checkpointing that keeps what is dear to compute again; optune has it."""
     in_backward: bool = False
     again: bool = False
-    """The second start of a compiled run: what the first one compiled is still there."""
+    """The second start: what the first one compiled is still there."""
     rows: int = 4
 
     @property
     def mode(self) -> str:
-        compiled = "compiled, second start" if self.again else "compiled"
         flags = {
-            compiled: self.compiled,
+            "compiled": self.compiled,
             "checkpointed": self.checkpointed,
             "selectively checkpointed": self.selective,
             "in backward": self.in_backward,
         }
-        return ", ".join(word for word, is_on in flags.items() if is_on) or "eager"
+        mode = ", ".join(word for word, is_on in flags.items() if is_on) or "eager"
+        return f"{mode}, second start" if self.again else mode
 
     @property
     def has_second_start(self) -> bool:
         """Whether its caches are kept for the contestant `again`."""
-        return self.compiled and dataclasses.replace(self, again=True) in everyone()
+        return dataclasses.replace(self, again=True) in everyone()
 
     @property
     def cell(self) -> str:
@@ -206,6 +206,7 @@ def everyone() -> list[Contestant]:
     """Each tool in each way that it offers, neighbours in a cell beside each other."""
     cells: list[tuple[str, dict[str, Any]]] = [
         ("torchtune litgpt trl optune", {}),
+        ("optune", {"again": True}),
         ("torchtune trl optune", {"compiled": True}),
         ("torchtune optune", {"compiled": True, "again": True}),
         ("torchtune trl optune", {"checkpointed": True}),
@@ -229,6 +230,7 @@ def quick() -> list[Contestant]:
     """The cells that say most, each tool once: about 20 minutes on two cores."""
     cells: list[tuple[str, dict[str, Any]]] = [
         ("torchtune optune", {}),
+        ("optune", {"again": True}),
         ("torchtune optune", {"compiled": True}),
         ("torchtune optune", {"checkpointed": True}),
         ("torchtune litgpt trl optune", {"method": "lora"}),

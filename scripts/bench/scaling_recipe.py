@@ -58,10 +58,12 @@ def main(cfg: Config, validate_only: bool = False) -> int:
 
 def _count_memory(workload: Workload, rows: int, length: int, count: int) -> dict[str, float]:
     """MiB: `live_mib` of tensors that the step makes, `resident_mib` of the whole process at its largest."""
+    from optune import memory
     from scripts.bench.live_bytes import LiveBytes
 
     microbatches = workload.make_microbatches(rows, length, count)
     gc.collect()
+    memory.give_back()
     ctypes.CDLL(None).malloc_trim(0)
     resettable = _reset_largest_resident()
     with LiveBytes() as live:
