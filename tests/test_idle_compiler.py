@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from optune import kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADED = "torch._dynamo.convert_frame"
@@ -22,6 +25,10 @@ assert main([*words, "activation_checkpointing=block", f"output_dir={{sys.argv[1
 assert {LOADED!r} not in sys.modules and "sympy" not in sys.modules
 
 import inspect, torch
+from optune import kernels
+if kernels.is_ready():
+    assert main([*words, "compile=true", f"output_dir={{sys.argv[1]}}/asked"]) == 0
+    assert {LOADED!r} not in sys.modules and "sympy" not in sys.modules
 from optune import idle_compiler
 assert idle_compiler.is_left_out()
 inspect.getmodule(torch)
@@ -55,6 +62,8 @@ def test_training_imports_no_compiler_and_has_the_same_weights_as_with_one(tmp_p
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    said = re.sub(r"\s+", " ", done.stderr)
+    assert said.count(f"compile {kernels.NOTHING_TO_COMPILE}") == int(kernels.is_ready())
 
 
 def test_a_function_that_was_left_alone_before_is_left_alone_by_the_real_compiler() -> None:
