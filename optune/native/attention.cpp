@@ -43,17 +43,7 @@ void pack_features(Head keys, int64_t count, int64_t H, uint32_t* packed) {
 
 // For products over positions: for each pair of positions, H words of the feature at both.
 void pack_positions(Head from, int64_t count, int64_t padded, int64_t H, uint32_t* packed) {
-  for (int64_t pair = 0; pair < padded; pair += 2) {
-    const uint16_t* first = (const uint16_t*)(from.words + pair * from.row);
-    const uint16_t* second = (const uint16_t*)(from.words + (pair + 1) * from.row);
-    uint32_t* place = packed + pair / 2 * H;
-    if (pair + 1 < count)
-      for (int64_t h = 0; h < H; h++) place[h] = first[h] | (uint32_t)second[h] << 16;
-    else if (pair < count)
-      for (int64_t h = 0; h < H; h++) place[h] = first[h];
-    else
-      memset(place, 0, sizeof(uint32_t) * H);
-  }
+  pack_pairs((const bf16*)from.words, 2 * from.row, count, padded, H, H, packed);
 }
 
 // `count` positions as they are, followed by zeros.

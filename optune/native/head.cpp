@@ -14,21 +14,6 @@ const int64_t WORDS = 64;  // of the vocabulary, that a thread works on
 const int64_t PAIRS = 256; // of targets, whose products are made before the sum is written
 const int64_t WIDE = 64, NARROW = 16;  // features that are multiplied together
 
-// For each pair of rows, `columns` words of the number in both: from x (rows, row), beginning at `column`.
-void pack_pairs(const bf16* x, int64_t row, int64_t column, int64_t columns, int64_t first, int64_t pairs, int64_t rows,
-                int64_t width, uint32_t* packed) {
-  for (int64_t k = 0; k < pairs; k++) {
-    int64_t at = first + 2 * k;
-    const bf16 *one = x + at * row + column, *two = one + row;
-    uint32_t* place = packed + k * width;
-    if (at + 1 < rows)
-      for (int64_t i = 0; i < columns; i++) place[i] = one[i].bits | (uint32_t)two[i].bits << 16;
-    else
-      for (int64_t i = 0; i < columns; i++) place[i] = one[i].bits;
-    memset(place + columns, 0, sizeof(uint32_t) * (width - columns));
-  }
-}
-
 // sums[v][d] += over pairs, for `count` words v and 16 x COLUMNS features d.
 template <int COLUMNS>
 void add_products(const uint32_t* grads, int64_t count, const uint32_t* hidden, int64_t pairs, bool begins, float* sums,
@@ -56,11 +41,10 @@ extern "C" void add_outer_products_bfloat16(float* sum, const bf16* grads, const
   {
     // Features side by side, as many as are multiplied together; pairs one below the other.
 #pragma omp for schedule(static)
-    for (int64_t d = 0; d < D; d += NARROW) {
-      int64_t wide = d / WIDE * WIDE, width = wide + WIDE <= D ? WIDE : NARROW;
-      int64_t place = width == WIDE ? wide * pairs + (d - wide) : d * pairs;
-      for (int64_t k = 0; k < pairs; k++)
-        pack_pairs(hidden, D, d, NARROW, 2 * k, 1, C, NARROW, packed + place + k * width);
+    for (int64_t block = 0; block < D; block += WIDE) {
+      int64_t width = block + WIDE <= D ? WIDE : NARROW;
+      for (int64_t d = block; d < block + WIDE && d < D; d += width)
+        pack_pairs(hidden + d, D, C, 2 * pairs, width, width, packed + d * pairs);
     }
 #pragma omp for schedule(dynamic)
     for (int64_t v = 0; v < V; v += WORDS) {
@@ -68,7 +52,7 @@ extern "C" void add_outer_products_bfloat16(float* sum, const bf16* grads, const
       int64_t count = v + WORDS < V ? WORDS : V - v;
       for (int64_t k = 0; k < pairs; k += PAIRS) {
         int64_t some = k + PAIRS < pairs ? PAIRS : pairs - k;
-        pack_pairs(grads, V, v, count, 2 * k, some, C, WORDS, mine);
+        pack_pairs(grads + 2 * k * V + v, V, C - 2 * k, 2 * some, count, WORDS, mine);
         bool is_first = begins && k == 0;
         int64_t d = 0;
         for (; d + WIDE <= D; d += WIDE)

@@ -34,4 +34,20 @@ inline void clear(__m512 (&sum)[GROUP][COLUMNS]) {
     for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_setzero_ps();
 }
 
+// For each pair of `padded` rows, `width` words of the number in both: of the first `count` rows of x, which lie `row`
+// numbers apart, the first `columns`; 0 in what is behind them.
+inline void pack_pairs(const bf16* x, int64_t row, int64_t count, int64_t padded, int64_t columns, int64_t width,
+                       uint32_t* packed) {
+  for (int64_t pair = 0; pair < padded; pair += 2) {
+    const bf16 *first = x + pair * row, *second = first + row;
+    uint32_t* place = packed + pair / 2 * width;
+    int64_t filled = pair < count ? columns : 0;
+    if (pair + 1 < count)
+      for (int64_t i = 0; i < columns; i++) place[i] = first[i].bits | (uint32_t)second[i].bits << 16;
+    else
+      for (int64_t i = 0; i < filled; i++) place[i] = first[i].bits;
+    memset(place + filled, 0, sizeof(uint32_t) * (width - filled));
+  }
+}
+
 }  // namespace
