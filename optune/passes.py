@@ -27,7 +27,7 @@ from torch import Tensor
 from optune.loss import Loss
 from optune.optim import Stepper
 from optune.optim.kinds import is_compiled
-from optune.types import Microbatch
+from optune.types import Microbatch, SharedHead
 
 _RandomState = tuple[Tensor, ...]
 
@@ -67,6 +67,13 @@ class Work:
         )
         return is_single and not gives_away
 
+    @property
+    def postpones_head(self) -> bool:
+        """Whether the gradient of a head that is the embedding too is made at the end of backward: where no other one
+        lives as long, and blocks keep little. It costs one product more, a part of what this way of working costs."""
+        keeps_little = getattr(self.model, "activation_checkpointing", "none") == "block"
+        return keeps_little and self.stepper.frees_gradients and len(self.microbatches) == 1
+
 
 def depth_first(work: Work, pass_index: int) -> list[Tensor]:
     """A forward and a backward for each microbatch in turn; the summed loss of each."""
@@ -76,6 +83,8 @@ def depth_first(work: Work, pass_index: int) -> list[Tensor]:
             hidden_BTD, stream = work.kept or _forward(work, index)
             is_kept = work.keeps_forward and pass_index + 1 < work.stepper.passes
             work.kept = (hidden_BTD, stream.copy()) if is_kept else None
+            if shared := SharedHead.of(hidden_BTD):
+                shared.later.is_wanted = work.postpones_head
             loss_sum = stream.run(work.loss, work.model, hidden_BTD, microbatch)
             (loss_sum / work.num_targets).backward(retain_graph=is_kept)
         sums.append(loss_sum.detach())

@@ -1,8 +1,9 @@
-"""The value that travels from the data layer through the training step to the loss."""
+"""The values that travel from the data layer and the model through the training step to the loss."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -114,3 +115,39 @@ class Microbatch:
             documents_BT=move(self.documents_BT),
             weights_BT=move(self.weights_BT),
         )
+
+
+@dataclass
+class Later:
+    """Where the loss leaves a way to make a gradient, for the end of backward."""
+
+    is_wanted: bool = False
+    make: Callable[[], Tensor] | None = None
+
+    def take(self) -> Tensor | None:
+        """The gradient, made now; None where nothing was left. What it was made from is let go."""
+        make, self.make = self.make, None
+        return None if make is None else make()
+
+
+@dataclass
+class SharedHead:
+    """The weight of a head as the embedding that shares it hands it on: a gradient that is sent to `weight_VD`, or that
+    is left to be made `later`, reaches the embedding's.
+
+    It goes with hidden states, because it belongs to their graph: states that are cut off from it, or come from another
+    one, lead to no weight of this one.
+    """
+
+    weight_VD: Tensor
+    later: Later = field(default_factory=Later)
+
+    @staticmethod
+    def of(hidden_BTD: Tensor) -> SharedHead | None:
+        """That which goes with `hidden_BTD`."""
+        return getattr(hidden_BTD, "shared_head", None)
+
+    def go_with(self, hidden_BTD: Tensor) -> Tensor:
+        """`hidden_BTD`, with this."""
+        hidden_BTD.shared_head = self  # pyright: ignore[reportAttributeAccessIssue]
+        return hidden_BTD

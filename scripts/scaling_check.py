@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optune import distributed, loss
+from optune import cross_entropy, distributed
 from optune.distributed.processes import make_mesh
 from optune.loss import linear_cross_entropy_sum
 from optune.models.decoder import Decoder, _WithoutInit, outline
@@ -105,7 +105,7 @@ def count(cases: Sequence[tuple[Any, Work]], layout: distributed.Layout) -> list
     """One step of rank 0 of `layout`, for each (config, work). Once in a process: torch keeps groups by their names."""
     world_size = layout.data_size * layout.tensor
     # On a CPU the loss works in parts that fit into a cache: the same sums, and thousands of calls on fake tensors.
-    loss.PART_ON_CPU = 2**62
+    cross_entropy.PART_ON_CPU = 2**62
     torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     device = torch.device("cpu")
     processes = distributed.Processes(device, 0, world_size, layout, make_mesh(device, layout))

@@ -205,7 +205,7 @@ def test_the_heads_gradient_is_summed_in_fp32_and_by_any_number_of_threads(
         for count in (1, 3):
             torch.set_num_threads(count)
             sums.append(start.clone())
-            loss._add_product_(sums[-1], grads.detach(), hidden.detach(), is_first)
+            loss._add_product_(sums[-1], grads.detach(), hidden.detach(), [slice(0, len(sums[-1]))], is_first=is_first)
     finally:
         torch.set_num_threads(before)
     exact = grads.detach().double().T @ hidden.detach().double() + (0 if is_first else start.double())

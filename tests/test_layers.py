@@ -35,9 +35,10 @@ ALLOWED = {
     "idle_compiler": set[str](),
     "shards": {"errors", "files"},
     "config": {"errors"},
+    "loss": BASE | {"cross_entropy"},
     "passes": BASE | {"loss", "optim"},
     "export": BASE | {"models", "lora"},
-    "plan": BASE | {"distributed", "lora", "loss", "models", "optim", "train"},
+    "plan": BASE | {"cross_entropy", "distributed", "lora", "loss", "models", "optim", "train"},
     "run_folder": BASE | {"folder_lock"},
     "resuming": BASE | {"checkpoint", "optim"},
     "session": BASE

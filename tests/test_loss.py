@@ -45,7 +45,7 @@ def test_loss_and_both_gradients_equal_torchs_for_any_chunk_size(
     monkeypatch, chunk_bytes, part, weighted, dtype, tolerance
 ):
     monkeypatch.setattr("optune.loss.CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr("optune.loss.PART_ON_CPU", part)
+    monkeypatch.setattr("optune.cross_entropy.PART_ON_CPU", part)
     model = Head(16, 50, dtype)
     hidden_BTD, microbatch = make_case(dtype, weighted)
     value = loss.next_token_loss(model, hidden_BTD, microbatch)

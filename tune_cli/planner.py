@@ -178,6 +178,7 @@ class Planner:
             clips=cfg.max_grad_norm is not None,
             stash=cfg.gradient_stash,
             accumulation=cfg.accumulation,
+            trains_shared_head=self._config.tie_word_embeddings and not hasattr(cfg, "lora"),
         )
 
         def rehearse(setting: Setting) -> Forecast | None:

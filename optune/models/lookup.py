@@ -19,32 +19,26 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import has_torch_function
 
 from optune.shards import is_sharded
-
-_NAME = "head_weight_VD"
+from optune.types import Later, SharedHead
 
 
 def look_up(embedding: Any, tokens_BT: Tensor, head: nn.Module) -> Tensor:
-    """`embedding(tokens_BT)`. Where `head` shares the trained weight, the result has it as its `head_weight_VD`.
+    """`embedding(tokens_BT)`. Where `head` shares the trained weight, the result has it as its `SharedHead`.
 
     Who takes the head's weight from there has to be the only one, and to give a gradient that nobody else holds: it
     is added to in place. Where nobody does, the gradient is that of a plain lookup.
     """
     if not _is_shared(embedding, head):
         return embedding(tokens_BT)
-    hidden_BTD, weight_VD = _Lookup.apply(tokens_BT, embedding.weight, embedding.padding_idx)  # pyright: ignore
-    setattr(hidden_BTD, _NAME, weight_VD)
-    return hidden_BTD
+    later = Later()
+    hidden_BTD, weight_VD = _Lookup.apply(tokens_BT, embedding.weight, embedding.padding_idx, later)  # pyright: ignore
+    return SharedHead(weight_VD, later).go_with(hidden_BTD)
 
 
 def hand_on(embedded_BTD: Tensor, hidden_BTD: Tensor) -> Tensor:
-    """`hidden_BTD`, which was made from `embedded_BTD`, with the head's weight where the other has it.
-
-    It goes with the hidden states because it belongs to their graph: states that are cut off from it, or come from
-    another one, lead to no weight of this one.
-    """
-    if hasattr(embedded_BTD, _NAME):
-        setattr(hidden_BTD, _NAME, getattr(embedded_BTD, _NAME))
-    return hidden_BTD
+    """`hidden_BTD`, which was made from `embedded_BTD`, with the head's weight where the other has it."""
+    shared = SharedHead.of(embedded_BTD)
+    return hidden_BTD if shared is None else shared.go_with(hidden_BTD)
 
 
 def _is_shared(embedding: nn.Module, head: nn.Module) -> bool:
@@ -60,9 +54,12 @@ def _is_shared(embedding: nn.Module, head: nn.Module) -> bool:
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens_BT: Tensor, weight_VD: Tensor, padding_index: int | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, tokens_BT: Tensor, weight_VD: Tensor, padding_index: int | None, later: Later
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(tokens_BT)
+        ctx.later = later
         ctx.words, ctx.padding_index = len(weight_VD), -1 if padding_index is None else padding_index
         return F.embedding(tokens_BT, weight_VD), weight_VD.view_as(weight_VD)
 
@@ -70,15 +67,17 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_BTD: Tensor | None, grad_VD: Tensor | None
-    ) -> tuple[None, Tensor | None, None]:
+    ) -> tuple[None, Tensor | None, None, None]:
         (tokens_BT,) = ctx.saved_tensors
+        if grad_VD is None:
+            grad_VD = ctx.later.take()
         if grad_BTD is None:
-            return None, grad_VD, None
+            return None, grad_VD, None, None
         if grad_VD is None:
             made_VD = torch.ops.aten.embedding_dense_backward(grad_BTD, tokens_BT, ctx.words, ctx.padding_index, False)
-            return None, made_VD, None
+            return None, made_VD, None, None
         add_rows_(grad_VD, tokens_BT, grad_BTD, ctx.padding_index)
-        return None, grad_VD, None
+        return None, grad_VD, None, None
 
 
 def add_rows_(grad_VD: Tensor, tokens_BT: Tensor, grad_BTD: Tensor, padding_index: int = -1) -> None:

@@ -174,10 +174,18 @@ void softmax_backward(const float* weights, T* grad, int64_t rows, int64_t S, in
   }
 }
 
-// The cross-entropy of each row of logits, times its weight; with `needs_grad` the logits become their gradient.
+// exp(x - largest) * scale over V numbers, in place.
 template <class T>
-void cross_entropy(T* logits, const int64_t* labels, const float* weights, float* losses, int64_t rows, int64_t V,
-                   int64_t needs_grad, int64_t threads) {
+inline void softmax_in_place(T* x, int64_t V, float largest, float scale) {
+#pragma omp simd
+  for (int64_t i = 0; i < V; i++) write(x + i, exponential(read(x[i]) - largest) * scale);
+}
+
+// The cross-entropy of each row of logits, times its weight; with `needs_grad` the logits become their gradient. For
+// each row `softmax`, where it is not null, gets its largest logit, and its weight over the sum of its exponentials.
+template <class T>
+void cross_entropy(T* logits, const int64_t* labels, const float* weights, float* losses, float* softmax, int64_t rows,
+                   int64_t V, int64_t needs_grad, int64_t threads) {
 #pragma omp parallel for num_threads((int)threads) schedule(static)
   for (int64_t row = 0; row < rows; row++) {
     T* x = logits + row * V;
@@ -192,12 +200,31 @@ void cross_entropy(T* logits, const int64_t* labels, const float* weights, float
       total += sum;
     }
     losses[row] = (logf(total) + largest - picked) * weights[row];
+    float scale = weights[row] / total;
+    if (softmax) {
+      softmax[row * 2] = largest;
+      softmax[row * 2 + 1] = scale;
+    }
     if (needs_grad) {
-      float scale = weights[row] / total;
-#pragma omp simd
-      for (int64_t i = 0; i < V; i++) write(x + i, exponential(read(x[i]) - largest) * scale);
+      softmax_in_place(x, V, largest, scale);
       write(x + labels[row], exponential(picked - largest) * scale - weights[row]);
     }
+  }
+}
+
+// The logits of V words, from number `first` on, become the gradient that cross_entropy makes of them.
+template <class T>
+void cross_entropy_gradient(T* logits, const int64_t* labels, const float* weights, const float* softmax, int64_t rows,
+                            int64_t V, int64_t first, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) schedule(static)
+  for (int64_t row = 0; row < rows; row++) {
+    T* x = logits + row * V;
+    float largest = softmax[row * 2], scale = softmax[row * 2 + 1];
+    int64_t label = labels[row] - first;
+    bool is_here = label >= 0 && label < V;
+    float picked = is_here ? read(x[label]) : 0.0f;
+    softmax_in_place(x, V, largest, scale);
+    if (is_here) write(x + label, exponential(picked - largest) * scale - weights[row]);
   }
 }
 
@@ -231,8 +258,13 @@ void cross_entropy(T* logits, const int64_t* labels, const float* weights, float
     softmax_backward<T>(weights, grad, rows, S, threads);                                                              \
   }                                                                                                                    \
   extern "C" void cross_entropy_##NAME(T* logits, const int64_t* labels, const float* weights, float* losses,          \
-                                       int64_t rows, int64_t V, int64_t needs_grad, int64_t threads) {                 \
-    cross_entropy<T>(logits, labels, weights, losses, rows, V, needs_grad, threads);                                   \
+                                       float* softmax, int64_t rows, int64_t V, int64_t needs_grad, int64_t threads) { \
+    cross_entropy<T>(logits, labels, weights, losses, softmax, rows, V, needs_grad, threads);                          \
+  }                                                                                                                    \
+  extern "C" void cross_entropy_gradient_##NAME(T* logits, const int64_t* labels, const float* weights,                \
+                                                const float* softmax, int64_t rows, int64_t V, int64_t first,          \
+                                                int64_t threads) {                                                     \
+    cross_entropy_gradient<T>(logits, labels, weights, softmax, rows, V, first, threads);                              \
   }
 
 FOR_DTYPE(float, float32)

@@ -15,6 +15,7 @@ class AfterBackwardStepper:
     where each needs fp32 copies that are not to live together."""
 
     passes = 1
+    frees_gradients = False
 
     def __init__(self, update: Update, parts: Sequence[Bucket] | None, *, max_skipped_steps: int) -> None:
         self._update = update

@@ -59,6 +59,7 @@ class ImmediateStepper:
     """
 
     passes = 1
+    frees_gradients = True
 
     def __init__(
         self,

@@ -46,6 +46,10 @@ class InBackwardStepper:
     def passes(self) -> int:
         return self._stash.passes
 
+    @property
+    def frees_gradients(self) -> bool:
+        return self._stash.frees_gradients
+
     @contextmanager
     def microbatch(self, is_last: bool, pass_index: int = 0) -> Iterator[None]:
         self._begin_pass(pass_index)

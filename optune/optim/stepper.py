@@ -51,6 +51,11 @@ class Stepper(Protocol):
         """
         ...
 
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether gradients are gone as soon as the last microbatch's backward has passed them: nothing waits."""
+        ...
+
     def microbatch(self, is_last: bool, pass_index: int = 0) -> AbstractContextManager[None]:
         """Stands around forward and backward of one microbatch; `is_last` marks the last of the step.
 

@@ -21,14 +21,16 @@ class Bounds:
       what `auto` takes, once known), and where several microbatches add to them one after the other.
     - What blocks keep grows with the rows of a microbatch, and is `inputs` bytes a row at least.
     - A setting that keeps as much or more takes no less than another one, but for what stepping in another way saves:
-      the gradients, and what the update makes, at most.
+      the gradients, and what the update makes, at most; of a head that is the embedding too, also what the loss makes.
     """
 
     def __init__(self, current: Current, forecast: Forecast, inputs: int = 0, decided: Sequence[Choice] = ()) -> None:
         self.stays = forecast.totals["save"]
         stepping = forecast.moments["step"]
         self._gradients = stepping.get("gradients", 0) if current.step == "after_backward" else 0
-        self._saved = sum(max(parts.get(part, 0) for parts in forecast.moments.values()) for part in _OF_STEPPING)
+        # Of a head that is the embedding too, the gradient may be made when the loss is over.
+        saving = (*_OF_STEPPING, "loss") if current.trains_shared_head else _OF_STEPPING
+        self._saved = sum(max(parts.get(part, 0) for parts in forecast.moments.values()) for part in saving)
         self._current, self._inputs, self._decided = current, inputs, decided
         self._kept: dict[str, float] = {}
         self._known: list[tuple[Current, int]] = []

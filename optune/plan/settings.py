@@ -38,6 +38,20 @@ class Current:
     clips: bool
     stash: str
     accumulation: str
+    trains_shared_head: bool = False
+    """Whether the embedding is trained and is the head too."""
+
+    @property
+    def waiting(self) -> str:
+        """How gradients wait for the norm: `none` where they do not."""
+        return self.stash if self.step == "in_backward" and self.clips else "none"
+
+    @property
+    def postpones_head(self) -> bool:
+        """As `passes.Work` decides it; of `auto` it is not known."""
+        frees = self.step == "in_backward" and self.waiting in ("none", "two_pass", "alias")
+        in_one = self.microbatches == 1 and self.accumulation == "depth_first"
+        return self.trains_shared_head and frees and in_one and self.checkpointing == "block"
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,7 @@ class Setting:
 def list_settings(shape: Shape, current: Current) -> list[Setting]:
     """All that may take less, cheapest first; at the same price those that change less come first."""
     settings: list[Setting] = []
-    now = _work(shape, current.length, current.checkpointing, _step_of(current), current.accumulation, True)
+    now = _work(shape, current)
     choices = itertools.product(_checkpointing(current), _steps(current), list(_batches(current)))
     for checkpointing, (step, stash), (rows, microbatches, accumulation) in choices:
         overrides: dict[str, str | int] = {}
@@ -79,26 +93,20 @@ def list_settings(shape: Shape, current: Current) -> list[Setting]:
             overrides["accumulation"] = accumulation
         if not overrides:
             continue
-        is_single = microbatches == 1
-        name = stash if step == "in_backward" and current.clips else "none"
-        work = _work(shape, current.length, checkpointing, name, accumulation, is_single) / now
-        halvings = (current.batch_size // rows).bit_length() - 1
-        strength = (
-            int(accumulation == "breadth_first"),
-            KINDS.index(checkpointing),
-            (step == "in_backward") + (name == "two_pass"),
-            halvings,
-        )
         after = replace(
             current, batch_size=rows, microbatches=microbatches, checkpointing=checkpointing, step=step, stash=stash,
             accumulation=accumulation,
         )  # fmt: skip
+        work = _work(shape, after) / now
+        halvings = (current.batch_size // rows).bit_length() - 1
+        strength = (
+            int(accumulation == "breadth_first"),
+            KINDS.index(checkpointing),
+            (step == "in_backward") + (after.waiting == "two_pass"),
+            halvings,
+        )
         settings.append(Setting(overrides, work * (1 + HALVED * halvings), after, strength))
     return sorted(settings, key=lambda setting: (round(setting.time, 3), len(setting.overrides)))
-
-
-def _step_of(current: Current) -> str:
-    return current.stash if current.step == "in_backward" and current.clips else "none"
 
 
 def _checkpointing(current: Current) -> list[str]:
@@ -128,18 +136,19 @@ def _batches(current: Current) -> Iterator[tuple[int, int, str]]:
         rows //= 2
 
 
-def _work(shape: Shape, length: int, checkpointing: str, stash: str, accumulation: str, is_single: bool) -> float:
+def _work(shape: Shape, current: Current) -> float:
     """Operations a token; what `formulas.flops_per_token` counts, and what is run again."""
     blocks = 2.0 * shape.num_hidden_layers * sum(matrix.sharded(1) for matrix in block_parameters(shape))
-    blocks += 4 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * length / 2
-    head = 6.0 * shape.vocab_size * shape.hidden_size
-    again = {"none": 0.0, "selective": SELECTIVE, "block": 1.0}[checkpointing]
-    if accumulation == "breadth_first":
+    blocks += 4 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * current.length / 2
+    head = (8.0 if current.postpones_head else 6.0) * shape.vocab_size * shape.hidden_size
+    again = {"none": 0.0, "selective": SELECTIVE, "block": 1.0}[current.checkpointing]
+    if current.accumulation == "breadth_first":
         again = max(again, 1.0)
     backward = (2 + again) * blocks
     whole = blocks + backward + head
-    if stash == "two_pass":
-        return whole + backward if is_single else 2 * whole
-    if stash == "factored":
+    if current.waiting == "two_pass":
+        # Of a single microbatch, forward is run once: the second loss is of the same hidden states.
+        return whole + backward + head if current.microbatches == 1 else 2 * whole
+    if current.waiting == "factored":
         return whole + FACTORED * 2 * blocks
-    return whole * (1 + MOVED) if stash == "cpu" else whole
+    return whole * (1 + MOVED) if current.waiting == "cpu" else whole

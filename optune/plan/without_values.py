@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from optune import loss
+from optune import cross_entropy
 from optune.lora import nf4
 from optune.models import attention
 from optune.optim import immediate, norms
@@ -98,7 +98,7 @@ def answering() -> Iterator[None]:
     """What looks at values in ways that no operation shows is answered for as long as the context lasts."""
     with (
         patch.object(norms, "norm_by_rows", _norm_without_values),
-        patch.object(loss, "_slices", partial(_first_two, loss._slices)),
+        patch.object(cross_entropy, "cut", partial(_first_two, cross_entropy.cut)),
         patch.object(nf4, "_runs", partial(_first_two, nf4._runs)),
         patch.object(attention, "_segments", _one_document_a_row),
         patch.object(immediate, "refuse_unfit", lambda _: None),  # these are plain parameters in all but their class

@@ -39,7 +39,7 @@ def turn_off(path: str, patch: pytest.MonkeyPatch) -> None:
     if path in ("remade", "all"):
         patch.setattr("optune.models.decoder.remaking", lambda *_: nullcontext())
     if path == "small parts":
-        patch.setattr("optune.loss.PART_ON_CPU", 2**40)
+        patch.setattr("optune.cross_entropy.PART_ON_CPU", 2**40)
         patch.setattr("optune.loss.CHUNK_BYTES", 2**40)
 
 
@@ -58,7 +58,7 @@ def run(folder: Path, dtype: torch.dtype, off: str | None = None, setting: str |
     losses = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("optune.loss.CHUNK_BYTES", 100 * model.config.vocab_size)  # several chunks of several parts
-        patch.setattr("optune.loss.PART_ON_CPU", 7 * model.config.vocab_size)
+        patch.setattr("optune.cross_entropy.PART_ON_CPU", 7 * model.config.vocab_size)
         turn_off(off or "", patch)
         for step in range(6):
             tokens_BT = torch.randint(

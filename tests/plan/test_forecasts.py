@@ -12,6 +12,7 @@ from optune import distributed
 from optune.distributed.pretending import pretend
 from optune.errors import ConfigError
 from optune.plan import MOMENTS, PARTS, Bounds, Forecast, Work, forecast, memory, tracker
+from optune.plan.formulas import block_parameters
 from optune.plan.rehearsal import SHALLOW, SHALLOW_DIVIDED
 from optune.plan.settings import Current, list_settings
 from tests.plan.real_steps import Case, make_config, make_task, measure
@@ -157,24 +158,43 @@ def test_operations_that_are_remembered_give_what_working_through_each_of_them_g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_no_setting_takes_less_than_what_is_said_to_be_its_least(microbatches: int) -> None:
+@pytest.mark.parametrize(("model", "microbatches"), [("wide", 1), ("wide", 2), ("small", 1)])
+def test_no_setting_takes_less_than_what_is_said_to_be_its_least(model: str, microbatches: int) -> None:
+    shape = make_config(model)
     current = Current(
         batch_size=2, microbatches=microbatches, length=128, checkpointing="none", step="after_backward", clips=True,
-        stash="auto", accumulation="depth_first",
+        stash="auto", accumulation="depth_first", trains_shared_head=shape.tie_word_embeddings,
     )  # fmt: skip
     words = f"gradient_accumulation_steps={microbatches} model.dtype=bf16"
-    task = make_task(Case("wide", words))
-    bounds = Bounds(current, forecast(task), task.layers * 128 * 256 * 2)
+    task = make_task(Case(model, words))
+    bounds = Bounds(current, forecast(task), task.layers * 128 * shape.hidden_size * 2)
     close = 0
-    for setting in list_settings(make_config("wide"), current)[::4]:
+    for setting in list_settings(shape, current)[:: 4 if model == "wide" else 3]:
         changes = " ".join([words, *setting.words])
-        found = forecast(make_task(Case("wide", changes, rows=setting.current.batch_size)))
+        found = forecast(make_task(Case(model, changes, rows=setting.current.batch_size)))
         least = bounds.least(setting.current)
         assert bounds.stays < least <= found.peak * 1.001, changes
         close += least > 0.8 * found.peak
         bounds.learn(setting.current, found)
     assert close >= 2  # it says something
+
+
+def test_a_head_that_is_the_embedding_costs_a_product_more_where_its_gradient_is_made_late() -> None:
+    current = Current(
+        batch_size=1, microbatches=1, length=512, checkpointing="block", step="after_backward", clips=False,
+        stash="auto", accumulation="depth_first",
+    )  # fmt: skip
+    shape = make_config("small")
+    times = {}
+    for tied in (False, True):
+        for setting in list_settings(shape, replace(current, trains_shared_head=tied)):
+            times[tied, *setting.words] = setting.time
+    assert times[False, "optimizer_step=in_backward"] == 1
+    head = shape.vocab_size * shape.hidden_size
+    layer = sum(matrix.sharded(1) for matrix in block_parameters(shape))
+    attention = 2 * shape.num_attention_heads * shape.head_dim * 512
+    step = 6 * head + 4 * shape.num_hidden_layers * (2 * layer + attention)
+    assert times[True, "optimizer_step=in_backward"] == pytest.approx(1 + 2 * head / step)
 
 
 def test_settings_are_sorted_by_time_keep_the_rows_of_a_step_and_never_undo_what_is_set() -> None:

@@ -22,6 +22,7 @@ class AliasStash(Stash):
     """
 
     name = "alias"
+    frees_gradients = True
 
     def __init__(self, update: Update, buckets: Sequence[Bucket], skips: SkipCounter, reason: str = "") -> None:
         super().__init__(update, buckets, skips, reason)

@@ -26,6 +26,8 @@ class Stash:
     name = "hold"
     passes = 1
     pass_index = 0
+    frees_gradients = False
+    """Whether a bucket's gradients take no memory of their own once they are taken."""
 
     def __init__(self, update: Update, buckets: Sequence[Bucket], skips: SkipCounter, reason: str = "") -> None:
         self.update = update
@@ -86,6 +88,7 @@ class NoStash(Stash):
     """Without clipping nothing waits: a bucket is stepped as soon as it is complete."""
 
     name = "none"
+    frees_gradients = True
 
     def take(self, bucket: Bucket) -> None:
         self.update.measure(bucket.entries)

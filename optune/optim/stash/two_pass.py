@@ -24,6 +24,7 @@ class TwoPassStash(Stash):
 
     name = "two_pass"
     passes = 2
+    frees_gradients = True
 
     def __init__(self, update: Update, buckets: Sequence[Bucket], skips: SkipCounter, reason: str = "") -> None:
         super().__init__(update, buckets, skips, reason)
