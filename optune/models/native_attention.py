@@ -1,4 +1,4 @@
-"""Causal attention in bf16 by a native kernel, see `optune/native/attention.cpp`: the memory that it works in.
+"""Causal attention by a native kernel, see `optune/native/attention.cpp`: the memory that it works in.
 
 Shapes: B rows, T positions, N query heads, K key heads, H head_dim, S segments.
 """
@@ -13,10 +13,10 @@ from torch import Tensor
 from optune import kernels
 
 _STRIP = 64
-_GROUP = 4
+_GROUP = 8
 """As in attention.cpp."""
 _TILE_FLOATS = 2**15
-"""Scores of a tile. Backward holds twelve bytes for each of them, in the second-level cache."""
+"""Scores of a tile. Backward holds up to twelve bytes for each of them, in the second-level cache."""
 _LARGEST_TILE, _SMALLEST_TILE = 64, 16
 
 Segments = Sequence[tuple[int, int, int]]
@@ -98,6 +98,7 @@ class _Room:
 
     def __init__(self, query_BNTH: Tensor, key_BKTH: Tensor, segments: Segments, window: int | None) -> None:
         _, self._heads, self._length, self._head_dim = query_BNTH.shape
+        self._dtype = query_BNTH.dtype
         self._key_heads, self._window = key_BKTH.shape[1], window or 0
         self._padded, rows = 0, []
         for row, start, stop in segments:
@@ -114,15 +115,17 @@ class _Room:
         return self._segments_S4, len(self._segments_S4)
 
     def packed(self, parts: int) -> tuple[Tensor, int]:
-        size = parts * self._key_heads * self._padded * (self._head_dim // 2)
-        return torch.empty(size, dtype=torch.int32), self._padded
+        size = parts * self._key_heads * self._padded * self._head_dim
+        return torch.empty(size, dtype=self._dtype), self._padded
 
     def sums(self) -> Tensor:
         return torch.empty(2 * self._heads * self._padded * self._head_dim)
 
     def scratch(self) -> tuple[Tensor, int]:
-        """For each thread: rows of two tensors, and scores and weights in fp32 and the operands made of them."""
-        size = self._tile * self._head_dim + 3 * self._tile * self._widest
+        """For each thread: rows of two tensors, and scores and weights in fp32; they are rounded into operands that
+        take as much as one of them, or are operands themselves."""
+        rows = 2 * self._tile * self._head_dim * self._dtype.itemsize // torch.float32.itemsize
+        size = rows + (2 if self._dtype == torch.float32 else 3) * self._tile * self._widest
         return torch.empty(torch.get_num_threads(), size), size
 
     def sizes(self) -> tuple[int, ...]:

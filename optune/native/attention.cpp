@@ -1,7 +1,8 @@
-// Causal attention in bf16 for CPUs with AVX-512 BF16, whose dot products take pairs of bf16 numbers and sum in fp32.
+// Causal attention for CPUs with AVX-512: in fp32, and in bf16 where there is AVX-512 BF16, whose dot products take
+// pairs of numbers.
 //
-// The work goes in tiles of queries against the keys that they see. Scores, softmax and all sums are fp32; weights, and
-// the gradients of scores, are rounded to bf16 once, as operands of the next product. Nothing but the inputs is kept
+// The work goes in tiles of queries against the keys that they see. Scores, softmax and all sums are fp32; in bf16,
+// weights and the gradients of scores are rounded once, as operands of the next product. Nothing but the inputs is kept
 // for backward, which makes the tiles again. A thread works on one head of one segment at a time and shares no sum with
 // another, so that the number of threads changes no bit.
 //
@@ -10,7 +11,7 @@
 // STRIP. Formulas: FlashAttention (arXiv 2205.14135), without its running softmax, because a tile holds all keys of its
 // queries.
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 
 #include <math.h>
 
@@ -20,36 +21,95 @@ extern "C" int omp_get_thread_num(void);
 
 namespace {
 
-const int64_t STRIP = 64;  // keys whose scores are made together
+const int64_t STRIP = 64;  // keys are packed in whole strips
 const int64_t LARGEST_TILE = 64;
+const int64_t GROUP = 8;     // rows that are multiplied together with
+const int64_t COLUMNS = 32;  // so many columns: of all shapes tried, none comes nearer to the peak in fp32
 
-// One head of a tensor (T, heads, H), as words of two numbers.
+template <class Number>
+using Word = typename Words<Number>::Word;
+
+// Whether numbers are words, so that scores and weights are operands as they lie.
+template <class Number>
+constexpr bool is_word() {
+  return Words<Number>::NUMBERS == 1;
+}
+
+template <class Number>
+inline int64_t words_of(int64_t numbers) {
+  return numbers / Words<Number>::NUMBERS;
+}
+
+inline __mmask16 first_lanes(int64_t count) {
+  return count >= 16 ? (__mmask16)0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : (__mmask16)0;
+}
+
+// One head of a tensor (T, heads, H).
+template <class Number>
 struct Head {
-  const uint32_t* words;
-  int64_t row;  // words from one position to the next
-  Head(const bf16* tensor, int64_t position, int64_t head, int64_t heads, int64_t H)
-      : words((const uint32_t*)(tensor + (position * heads + head) * H)), row(heads * H / 2) {}
+  const Number* numbers;
+  int64_t row;  // numbers from one position to the next
+  Head(const Number* tensor, int64_t position, int64_t head, int64_t heads, int64_t H)
+      : numbers(tensor + (position * heads + head) * H), row(heads * H) {}
 };
 
-// For products over H: blocks of 16 keys; in a block, for each pair of features, that of every key.
-void pack_features(Head keys, int64_t count, int64_t H, uint32_t* packed) {
+// Rows become columns: each stage swaps one binary digit of a row's number with that of a lane.
+inline void transpose(__m512i (&x)[16]) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#pragma GCC unroll 4
+  for (int digit = 1; digit < 16; digit *= 2) {
+    __mmask16 is_set = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(digit));
+    __m512i low = _mm512_mask_add_epi32(lane, is_set, lane, _mm512_set1_epi32(16 - digit));
+    __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(digit));
+    for (int i = 0; i < 16; i++)
+      if (!(i & digit)) {
+        __m512i first = x[i], second = x[i + digit];
+        x[i] = _mm512_permutex2var_epi32(first, low, second);
+        x[i + digit] = _mm512_permutex2var_epi32(first, high, second);
+      }
+  }
+}
+
+// For products over H: blocks of 16 keys; in a block, for each of `words`, that of every key. Keys lie `row` words
+// apart.
+__attribute__((noinline)) void pack_features(const uint32_t* keys, int64_t row, int64_t count, int64_t words,
+                                             uint32_t* packed) {
   for (int64_t block = 0; block < round_up(count, STRIP); block += 16)
-    for (int64_t i = 0; i < 16; i++) {
-      uint32_t* place = packed + block * (H / 2) + i;
-      const uint32_t* key = keys.words + (block + i) * keys.row;
-      for (int64_t j = 0; j < H / 2; j++) place[j * 16] = block + i < count ? key[j] : 0;
+    for (int64_t j = 0; j < words; j += 16) {
+      int there = first_lanes(count - block), read = first_lanes(words - j);
+      __m512i x[16];
+      for (int i = 0; i < 16; i++)
+        x[i] = _mm512_maskz_loadu_epi32((__mmask16)((there >> i & 1) * read), keys + (block + i) * row + j);
+      transpose(x);
+      uint32_t* place = packed + block * words + j * 16;
+      for (int i = 0; i < 8; i++) _mm512_storeu_si512(place + i * 16, x[i]);
+      if (words - j < 16) break;
+      for (int i = 8; i < 16; i++) _mm512_storeu_si512(place + i * 16, x[i]);
     }
 }
 
-// For products over positions: for each pair of positions, H words of the feature at both.
-void pack_positions(Head from, int64_t count, int64_t padded, int64_t H, uint32_t* packed) {
-  pack_pairs((const bf16*)from.words, 2 * from.row, count, padded, H, H, packed);
+template <class Number>
+inline void pack_features(Head<Number> keys, int64_t count, int64_t H, Word<Number>* packed) {
+  pack_features((const uint32_t*)keys.numbers, words_of<Number>(keys.row), count, words_of<Number>(H),
+                (uint32_t*)packed);
 }
 
 // `count` positions as they are, followed by zeros.
-void copy_positions(Head from, int64_t count, int64_t padded, int64_t H, uint32_t* copied) {
-  for (int64_t i = 0; i < count; i++) memcpy(copied + i * (H / 2), from.words + i * from.row, sizeof(uint32_t) * H / 2);
-  memset(copied + count * (H / 2), 0, sizeof(uint32_t) * (padded - count) * (H / 2));
+template <class Number>
+void copy_positions(Head<Number> from, int64_t count, int64_t padded, int64_t H, Word<Number>* copied) {
+  Number* place = (Number*)copied;
+  for (int64_t i = 0; i < count; i++) memcpy(place + i * H, from.numbers + i * from.row, sizeof(Number) * H);
+  memset(place + count * H, 0, sizeof(Number) * (padded - count) * H);
+}
+
+// For products over positions: for each word of positions, its H features.
+inline void pack_positions(Head<float> from, int64_t count, int64_t padded, int64_t H, float* packed) {
+  copy_positions(from, count, padded, H, packed);
+}
+
+__attribute__((noinline)) void pack_positions(Head<bf16> from, int64_t count, int64_t padded, int64_t H,
+                                              uint32_t* packed) {
+  pack_pairs(from.numbers, from.row, count, padded, H, H, packed);
 }
 
 // Some queries of a segment and the strips of keys that they see.
@@ -72,82 +132,112 @@ struct Tile {
   }
 };
 
-template <int COLUMNS>
-inline void multiply_blocks(const uint32_t* queries, const uint32_t* keys, int64_t H, float* scores, int64_t width) {
-  __m512 sum[GROUP][COLUMNS];
-  clear(sum);
-  multiply(queries, H / 2, 1, keys, 16 * (H / 2), 16, H / 2, sum);
-  for (int m = 0; m < GROUP; m++)
-    for (int n = 0; n < COLUMNS; n++) _mm512_storeu_ps(scores + m * width + n * 16, sum[m][n]);
+// The same of a tile's queries, which lie as `rows` already.
+inline const float* pair_positions(Head<float>, Tile, int64_t, const float* rows, float*) { return rows; }
+
+inline const uint32_t* pair_positions(Head<bf16> from, Tile tile, int64_t H, const uint32_t*, uint32_t* room) {
+  pack_positions(from, tile.count, tile.rows, H, room);
+  return room;
 }
 
-// scores[q][s] of the keys that each group of queries sees: queries (rows, H / 2 words) against keys from
-// pack_features.
-void multiply_features(const uint32_t* queries, Tile tile, const uint32_t* keys, int64_t H, float* scores) {
-  for (int64_t strip = 0; strip < tile.width; strip += STRIP)
-    for (int64_t row = 0; row < tile.rows; row += GROUP) {
-      const uint32_t *some = queries + row * (H / 2), *block = keys + strip * (H / 2);
-      float* place = scores + row * tile.width + strip;
-      int64_t blocks = (tile.seen(row) - strip) / 16;
-      if (blocks >= 4)
-        multiply_blocks<4>(some, block, H, place, tile.width);
-      else if (blocks == 3)
-        multiply_blocks<3>(some, block, H, place, tile.width);
-      else if (blocks == 2)
-        multiply_blocks<2>(some, block, H, place, tile.width);
-      else if (blocks == 1)
-        multiply_blocks<1>(some, block, H, place, tile.width);
+const float ZEROS[COLUMNS] = {};
+
+// What is multiplied: groups of rows, one after another, with one or two blocks of 16 columns.
+template <class Word>
+struct Products {
+  const Word* rows;
+  int64_t row, row_step, next_rows;  // words from one row to the next; from one term of its sums; from one group
+  const Word* blocks;
+  int64_t block, block_step, next_blocks;  // the same
+  int64_t groups, steps, next_steps;       // terms of the first group's sums, and how many more each next one has
+  float* sums;
+  int64_t width;  // floats from one row of sums to the next
+  bool adds;      // to what lies there
+};
+
+template <int BLOCKS, class Word>
+__attribute__((noinline)) void multiply_groups(const Products<Word>& products) {
+  Products<Word> p = products;
+  const float* start = p.adds ? p.sums : ZEROS;
+  int64_t start_width = p.adds ? p.width : 0;
+  for (int64_t group = 0; group < p.groups; group++) {
+    __m512 sum[GROUP][BLOCKS];
+    for (int m = 0; m < GROUP; m++)
+      for (int n = 0; n < BLOCKS; n++) sum[m][n] = _mm512_loadu_ps(start + m * start_width + n * 16);
+    multiply(p.rows, p.row, p.row_step, p.blocks, p.block, p.block_step, p.steps, sum);
+    for (int m = 0; m < GROUP; m++)
+      for (int n = 0; n < BLOCKS; n++) _mm512_storeu_ps(p.sums + m * p.width + n * 16, sum[m][n]);
+    p.rows += p.next_rows;
+    p.blocks += p.next_blocks;
+    p.steps += p.next_steps;
+    p.sums += GROUP * p.width;
+    start += GROUP * start_width;
+  }
+}
+
+template <class Word>
+inline void multiply_columns(const Products<Word>& products, int64_t columns) {
+  if (products.groups <= 0) return;
+  if (columns > 16)
+    multiply_groups<2>(products);
+  else
+    multiply_groups<1>(products);
+}
+
+// scores[q][s] of the keys that each group of queries sees: queries of `words` against keys from pack_features.
+template <class Word>
+void multiply_features(const Word* queries, Tile tile, const Word* keys, int64_t words, float* scores) {
+  for (int64_t strip = 0; strip < tile.width; strip += COLUMNS) {
+    int64_t row = strip + tile.begin - tile.first;  // the first query that sees a key of the strip
+    row = row < 0 ? 0 : row;
+    // The first ones see one block of the two.
+    for (int64_t columns = 16; columns <= COLUMNS; columns += 16) {
+      int64_t stop = columns == COLUMNS ? tile.rows : strip + tile.begin + 16 - tile.first;
+      stop = stop < tile.rows ? stop : tile.rows;
+      multiply_columns<Word>({queries + row * words, words, 1, GROUP * words, keys + strip * words, 16 * words, 16, 0,
+                              (stop - row) / GROUP, words, 0, scores + row * tile.width + strip, tile.width, false},
+                             columns);
+      row = stop > row ? stop : row;
     }
+  }
 }
 
-inline void store_rounded(bf16* place, __m512 sum) {
-  _mm256_storeu_si256((__m256i*)place, (__m256i)_mm512_cvtneps_pbh(sum));
-}
+inline void store(float* place, __m512 x) { _mm512_storeu_ps(place, x); }
 
 // out[q] = scale * weights[q] . from, for `count` rows of H; weights are rows of `width` keys, `from` is of
 // pack_positions.
-template <int COLUMNS>
-void mix_columns(const uint32_t* weights, Tile tile, const uint32_t* from, int64_t H, float scale, bf16* out,
-                 int64_t out_row) {
-  for (int64_t row = 0; row < tile.count; row += GROUP) {
-    __m512 sum[GROUP][COLUMNS];
-    clear(sum);
-    multiply(weights + row * (tile.width / 2), tile.width / 2, 1, from, 16, H, tile.end(row) / 2, sum);
-    for (int m = 0; m < GROUP && row + m < tile.count; m++)
-      for (int n = 0; n < COLUMNS; n++)
-        store_rounded(out + (row + m) * out_row + n * 16, _mm512_mul_ps(sum[m][n], _mm512_set1_ps(scale)));
-  }
-}
-
-void mix(const uint32_t* weights, Tile tile, const uint32_t* from, int64_t H, float scale, bf16* out,
+template <class Number>
+void mix(const Number* weights, Tile tile, const Word<Number>* from, int64_t H, float scale, Number* out,
          int64_t out_row) {
-  int64_t column = 0;
-  for (; column + 64 <= H; column += 64)
-    mix_columns<4>(weights, tile, from + column, H, scale, out + column, out_row);
-  for (; column < H; column += 16) mix_columns<1>(weights, tile, from + column, H, scale, out + column, out_row);
-}
-
-// sums[s] += over the queries that see s: weights . from, for `width` rows of H. Weights are pairs of queries, `width`
-// words each.
-template <int COLUMNS>
-void collect_columns(const uint32_t* weights, Tile tile, const uint32_t* from, int64_t H, float* sums) {
-  for (int64_t row = 0; row < tile.width; row += GROUP) {
-    int64_t ahead = row - (tile.first - tile.begin), skipped = ahead > 0 ? ahead / 2 : 0;
-    int64_t steps = tile.rows / 2 - skipped;
-    if (steps <= 0) break;
-    __m512 sum[GROUP][COLUMNS];
-    for (int m = 0; m < GROUP; m++)
-      for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_loadu_ps(sums + (row + m) * H + n * 16);
-    multiply(weights + skipped * tile.width + row, 1, tile.width, from + skipped * H, 16, H, steps, sum);
-    for (int m = 0; m < GROUP; m++)
-      for (int n = 0; n < COLUMNS; n++) _mm512_storeu_ps(sums + (row + m) * H + n * 16, sum[m][n]);
+  float sums[LARGEST_TILE * COLUMNS];
+  const int64_t width = words_of<Number>(tile.width), words = words_of<Number>(GROUP);
+  for (int64_t column = 0; column < H; column += COLUMNS) {
+    int64_t columns = H - column < COLUMNS ? 16 : COLUMNS;
+    multiply_columns<Word<Number>>(
+        {(const Word<Number>*)weights, width, 1, GROUP * width, from + column, 16, H, 0, tile.rows / GROUP,
+         words_of<Number>(tile.end(0)), words, sums, COLUMNS, false},
+        columns);
+    for (int64_t row = 0; row < tile.count; row++)
+      for (int64_t i = 0; i < columns; i += 16)
+        store(out + row * out_row + column + i,
+              _mm512_mul_ps(_mm512_loadu_ps(sums + row * COLUMNS + i), _mm512_set1_ps(scale)));
   }
 }
 
-void collect(const uint32_t* weights, Tile tile, const uint32_t* from, int64_t H, float* sums) {
-  int64_t column = 0;
-  for (; column + 64 <= H; column += 64) collect_columns<4>(weights, tile, from + column, H, sums + column);
-  for (; column < H; column += 16) collect_columns<1>(weights, tile, from + column, H, sums + column);
+// sums[s] over the queries that see s: weights . from, for `width` rows of H; added to what earlier tiles left there,
+// which are keys before the first query. Weights are words of queries, `width` to each.
+template <class Number>
+void collect(const Word<Number>* weights, Tile tile, const Word<Number>* from, int64_t H, float* sums) {
+  const int64_t words = words_of<Number>(GROUP), steps = words_of<Number>(tile.rows), seen = tile.first - tile.begin;
+  for (int64_t column = 0; column < H; column += COLUMNS) {
+    int64_t columns = H - column < COLUMNS ? 16 : COLUMNS;
+    multiply_columns<Word<Number>>({weights, 1, tile.width, GROUP, from + column, 16, H, 0, seen / GROUP, steps, 0,
+                                    sums + column, H, true},
+                                   columns);
+    multiply_columns<Word<Number>>({weights + seen, 1, tile.width, GROUP + words * tile.width, from + column, 16, H,
+                                    words * H, tile.rows / GROUP, steps, -words, sums + seen * H + column, H, false},
+                                   columns);
+  }
 }
 
 // As `exponential`: 2^n is multiplied in by an instruction that knows subnormal numbers, 0 and NaN. Far below its
@@ -171,12 +261,12 @@ inline __m512 exponential(__m512 x) {
 float exponentials(float* x, int64_t begin, int64_t end, int64_t width, float scale) {
   __m512 largest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
   for (int64_t i = begin; i < end; i += 16) {
-    __mmask16 there = end - i < 16 ? (__mmask16)((1u << (end - i)) - 1) : (__mmask16)0xffff;
+    __mmask16 there = first_lanes(end - i);
     largest = _mm512_mask_max_ps(largest, there, largest, _mm512_maskz_loadu_ps(there, x + i));
   }
   __m512 scales = _mm512_set1_ps(scale), highest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   for (int64_t i = begin; i < end; i += 16) {
-    __mmask16 there = end - i < 16 ? (__mmask16)((1u << (end - i)) - 1) : (__mmask16)0xffff;
+    __mmask16 there = first_lanes(end - i);
     __m512 e = exponential(_mm512_mul_ps(_mm512_sub_ps(_mm512_maskz_loadu_ps(there, x + i), highest), scales));
     _mm512_mask_storeu_ps(x + i, there, e);
     sum = _mm512_mask_add_ps(sum, there, sum, e);
@@ -188,7 +278,7 @@ float exponentials(float* x, int64_t begin, int64_t end, int64_t width, float sc
 
 // What softmax(scale * scores) is of, in place: exponentials over the keys that each query sees, 0 elsewhere; and for
 // each query 1 over their sum.
-void exponentiate(float* scores, Tile tile, float scale, int64_t window, float* inverses) {
+__attribute__((noinline)) void exponentiate(float* scores, Tile tile, float scale, int64_t window, float* inverses) {
   for (int64_t row = 0; row < tile.rows; row++) {
     float* x = scores + row * tile.width;
     int64_t end = tile.first + row + 1, begin = window > 0 && end > window ? end - window : 0;
@@ -201,34 +291,45 @@ void exponentiate(float* scores, Tile tile, float scale, int64_t window, float* 
   }
 }
 
-inline __m512i rounded(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
+// 16 numbers of two rows, those of a query and the next one, as words of collect().
+inline void store_words(float*, __m512, __m512) {}
 
-inline void store_pair(uint32_t* place, __m512i first, __m512i second) {
-  _mm512_storeu_si512(place, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+#if defined(__AVX512BF16__)
+
+inline void store(bf16* place, __m512 x) { _mm256_storeu_si256((__m256i*)place, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+inline void store_words(uint32_t* place, __m512 first, __m512 second) {
+  __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first));
+  __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second));
+  _mm512_storeu_si512(place, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 
+#endif
+
 // Weights as rows for mix().
-void round_rows(const float* scores, Tile tile, const float* inverses, bf16* rows) {
+template <class Number>
+void normalize(const float* scores, Tile tile, const float* inverses, Number* rows) {
   for (int64_t row = 0; row < tile.rows; row++) {
     __m512 inverse = _mm512_set1_ps(inverses[row]);
     int64_t start = row * tile.width;
     for (int64_t i = start; i < start + tile.seen(row); i += 16)
-      store_rounded(rows + i, _mm512_mul_ps(_mm512_loadu_ps(scores + i), inverse));
+      store(rows + i, _mm512_mul_ps(_mm512_loadu_ps(scores + i), inverse));
   }
 }
 
-// Weights, in place, and as pairs of queries for collect().
-void round_pairs(float* scores, Tile tile, const float* inverses, uint32_t* pairs) {
+// Weights, in place, and as words of queries for collect().
+template <class Word>
+void normalize_pairs(float* scores, Tile tile, const float* inverses, Word* pairs) {
   for (int64_t row = 0; row < tile.rows; row += 2) {
     float *first = scores + row * tile.width, *second = first + tile.width;
     __m512 first_inverse = _mm512_set1_ps(inverses[row]), second_inverse = _mm512_set1_ps(inverses[row + 1]);
-    uint32_t* place = pairs + row / 2 * tile.width;
+    Word* place = pairs + row / 2 * tile.width;
     for (int64_t i = 0; i < tile.seen(row); i += 16) {
       __m512 x = _mm512_mul_ps(_mm512_loadu_ps(first + i), first_inverse);
       __m512 y = _mm512_mul_ps(_mm512_loadu_ps(second + i), second_inverse);
-      _mm512_storeu_ps(first + i, x);
-      _mm512_storeu_ps(second + i, y);
-      store_pair(place + i, rounded(x), rounded(y));
+      store(first + i, x);
+      store(second + i, y);
+      store_words(place + i, x, y);
     }
   }
 }
@@ -244,21 +345,21 @@ inline __m512 score_gradient(const float* weights, const float* grads, __m512 su
   return _mm512_mul_ps(_mm512_loadu_ps(weights), _mm512_sub_ps(_mm512_loadu_ps(grads), sum));
 }
 
-// The gradients of scores, weights * (grads - sum(weights * grads)), as pairs of queries and as rows.
-void differentiate(const float* weights, const float* grads, Tile tile, uint32_t* pairs, bf16* rows) {
+// The gradients of scores, weights * (grads - sum(weights * grads)), as words of queries and as rows.
+template <class Number>
+void differentiate(const float* weights, const float* grads, Tile tile, Word<Number>* pairs, Number* rows) {
   for (int64_t row = 0; row < tile.rows; row += 2) {
     const float *w = weights + row * tile.width, *g = grads + row * tile.width;
     const float *v = w + tile.width, *h = g + tile.width;
     int64_t seen = tile.seen(row);
     __m512 first_sum = dot(w, g, seen), second_sum = dot(v, h, seen);
-    uint32_t* place = pairs + row / 2 * tile.width;
-    bf16 *first = rows + row * tile.width, *second = first + tile.width;
+    Word<Number>* place = pairs + row / 2 * tile.width;
+    Number *first = rows + row * tile.width, *second = first + tile.width;
     for (int64_t i = 0; i < seen; i += 16) {
-      __m512i x = rounded(score_gradient(w + i, g + i, first_sum));
-      __m512i y = rounded(score_gradient(v + i, h + i, second_sum));
-      store_pair(place + i, x, y);
-      _mm256_storeu_si256((__m256i*)(first + i), _mm512_cvtepi32_epi16(x));
-      _mm256_storeu_si256((__m256i*)(second + i), _mm512_cvtepi32_epi16(y));
+      __m512 x = score_gradient(w + i, g + i, first_sum), y = score_gradient(v + i, h + i, second_sum);
+      store_words(place + i, x, y);
+      store(first + i, x);
+      store(second + i, y);
     }
   }
 }
@@ -279,58 +380,53 @@ struct Task {
   int64_t key(int64_t padded, int64_t groups = 1) const { return head / groups * padded + segment.before; }
 };
 
-}  // namespace
-
 // A tile has `size` queries, a multiple of GROUP and at most LARGEST_TILE. Segments have `padded` keys together. Memory
-// to work in, see optune/models/native_attention.py: `packed` has two parts of K x padded x H / 2 words, `scratch` has
+// to work in, see optune/models/native_attention.py: `packed` has two parts of K x padded x H numbers, `scratch` has
 // `scratch_size` floats for each thread.
-extern "C" void causal_attention_bfloat16(const bf16* query, const bf16* key, const bf16* value, bf16* out,
-                                          const Segment* segments, int64_t count, uint32_t* packed, int64_t padded,
-                                          float* scratch, int64_t scratch_size, int64_t T, int64_t N, int64_t K,
-                                          int64_t H, int64_t size, int64_t window, int64_t threads) {
+template <class Number>
+void attend(const Number* query, const Number* key, const Number* value, Number* out, const Segment* segments,
+            int64_t count, Word<Number>* packed, int64_t padded, float* scratch, int64_t scratch_size, int64_t T,
+            int64_t N, int64_t K, int64_t H, int64_t size, int64_t window, int64_t threads) {
   float scale = 1.0f / sqrtf((float)H);
-  int64_t part = padded * (H / 2);  // words of a packed head
+  int64_t words = words_of<Number>(H), part = K * padded * words;
 #pragma omp parallel num_threads((int)threads)
   {
     float *mine = scratch + omp_get_thread_num() * scratch_size, inverses[LARGEST_TILE];
 #pragma omp for schedule(dynamic)
     for (int64_t number = 0; number < count * K; number++) {
       Task task(segments, number, K);
-      int64_t place = task.key(padded) * (H / 2);
-      Head keys(key, task.position(T), task.head, K, H), values(value, task.position(T), task.head, K, H);
+      int64_t place = task.key(padded) * words;
+      Head<Number> keys(key, task.position(T), task.head, K, H), values(value, task.position(T), task.head, K, H);
       pack_features(keys, task.length, H, packed + place);
-      pack_positions(values, task.length, round_up(task.length, STRIP), H, packed + K * part + place);
+      pack_positions(values, task.length, round_up(task.length, STRIP), H, packed + part + place);
     }
 #pragma omp for schedule(dynamic)
     for (int64_t number = 0; number < count * N; number++) {
       Task task(segments, number, N);
-      int64_t place = task.key(padded, N / K) * (H / 2);
       for (int64_t start = 0; start < task.length; start += size) {
         Tile tile(start, size, task.length, window);
-        int64_t position = task.position(T) + start;
-        uint32_t* queries = (uint32_t*)mine;
-        float* scores = mine + size * (H / 2);
-        bf16* weights = (bf16*)(scores + tile.rows * tile.width);
-        copy_positions(Head(query, position, task.head, N, H), tile.count, tile.rows, H, queries);
-        multiply_features(queries, tile, packed + place + tile.begin * (H / 2), H, scores);
+        int64_t position = task.position(T) + start, place = (task.key(padded, N / K) + tile.begin) * words;
+        Word<Number>* queries = (Word<Number>*)mine;
+        float* scores = mine + size * words;
+        Number* weights = (Number*)(is_word<Number>() ? scores : scores + tile.rows * tile.width);
+        copy_positions(Head<Number>(query, position, task.head, N, H), tile.count, tile.rows, H, queries);
+        multiply_features(queries, tile, packed + place, words, scores);
         exponentiate(scores, tile, scale, window, inverses);
-        round_rows(scores, tile, inverses, weights);
-        mix((const uint32_t*)weights, tile, packed + K * part + place + tile.begin * (H / 2), H, 1.0f,
-            out + (position * N + task.head) * H, N * H);
+        normalize(scores, tile, inverses, weights);
+        mix(weights, tile, packed + part + place, H, 1.0f, out + (position * N + task.head) * H, N * H);
       }
     }
   }
 }
 
 // Here `packed` has three parts, and `sums` 2 x N x padded x H floats.
-extern "C" void causal_attention_backward_bfloat16(const bf16* grad, const bf16* query, const bf16* key,
-                                                   const bf16* value, bf16* grad_query, bf16* grad_key,
-                                                   bf16* grad_value, const Segment* segments, int64_t count,
-                                                   uint32_t* packed, int64_t padded, float* sums, float* scratch,
-                                                   int64_t scratch_size, int64_t T, int64_t N, int64_t K, int64_t H,
-                                                   int64_t size, int64_t window, int64_t threads) {
+template <class Number>
+void attend_backward(const Number* grad, const Number* query, const Number* key, const Number* value,
+                     Number* grad_query, Number* grad_key, Number* grad_value, const Segment* segments, int64_t count,
+                     Word<Number>* packed, int64_t padded, float* sums, float* scratch, int64_t scratch_size, int64_t T,
+                     int64_t N, int64_t K, int64_t H, int64_t size, int64_t window, int64_t threads) {
   float scale = 1.0f / sqrtf((float)H);
-  int64_t part = padded * (H / 2), groups = N / K;
+  int64_t words = words_of<Number>(H), part = K * padded * words, groups = N / K;
   float *key_sums = sums, *value_sums = sums + N * padded * H;
 #pragma omp parallel num_threads((int)threads)
   {
@@ -338,42 +434,39 @@ extern "C" void causal_attention_backward_bfloat16(const bf16* grad, const bf16*
 #pragma omp for schedule(dynamic)
     for (int64_t number = 0; number < count * K; number++) {
       Task task(segments, number, K);
-      int64_t place = task.key(padded) * (H / 2);
-      Head keys(key, task.position(T), task.head, K, H), values(value, task.position(T), task.head, K, H);
+      int64_t place = task.key(padded) * words;
+      Head<Number> keys(key, task.position(T), task.head, K, H), values(value, task.position(T), task.head, K, H);
       pack_features(keys, task.length, H, packed + place);
-      pack_features(values, task.length, H, packed + K * part + place);
-      pack_positions(keys, task.length, round_up(task.length, STRIP), H, packed + 2 * K * part + place);
+      pack_features(values, task.length, H, packed + part + place);
+      pack_positions(keys, task.length, round_up(task.length, STRIP), H, packed + 2 * part + place);
     }
 #pragma omp for schedule(dynamic)
     for (int64_t number = 0; number < count * N; number++) {
       Task task(segments, number, N);
-      int64_t place = task.key(padded, groups) * (H / 2);
       float* key_sum = key_sums + task.key(padded) * H;
       float* value_sum = value_sums + task.key(padded) * H;
-      memset(key_sum, 0, sizeof(float) * round_up(task.length, STRIP) * H);
-      memset(value_sum, 0, sizeof(float) * round_up(task.length, STRIP) * H);
       for (int64_t start = 0; start < task.length; start += size) {
         Tile tile(start, size, task.length, window);
-        int64_t position = task.position(T) + start, all = tile.rows * tile.width;
-        // Rows are read as operands over H, pairs of rows as operands over queries.
-        uint32_t *rows = (uint32_t*)mine, *pairs = rows + size * (H / 2);
-        float *weights = mine + size * H, *scores = weights + all;
-        uint32_t* words = (uint32_t*)(scores + all);
-        int64_t at = tile.begin * (H / 2);
-        Head queries(query, position, task.head, N, H), grads(grad, position, task.head, N, H);
-        copy_positions(queries, tile.count, tile.rows, H, rows);
-        multiply_features(rows, tile, packed + place + at, H, weights);
+        int64_t position = task.position(T) + start, place = (task.key(padded, groups) + tile.begin) * words;
+        // Rows are read as operands over H, words of rows as operands over queries.
+        Word<Number> *query_rows = (Word<Number>*)mine, *room = query_rows + size * words;
+        Word<Number>* grad_rows = is_word<Number>() ? room : query_rows;
+        float *weights = mine + 2 * size * words, *scores = weights + tile.rows * tile.width;
+        float* rounded = scores + tile.rows * tile.width;
+        Word<Number>* columns = (Word<Number>*)(is_word<Number>() ? weights : rounded);
+        Head<Number> queries(query, position, task.head, N, H), grads(grad, position, task.head, N, H);
+        copy_positions(queries, tile.count, tile.rows, H, query_rows);
+        multiply_features(query_rows, tile, packed + place, words, weights);
         exponentiate(weights, tile, scale, window, inverses);
-        copy_positions(grads, tile.count, tile.rows, H, rows);
-        multiply_features(rows, tile, packed + K * part + place + at, H, scores);
-        round_pairs(weights, tile, inverses, words);
-        pack_positions(grads, tile.count, tile.rows, H, pairs);
-        collect(words, tile, pairs, H, value_sum + tile.begin * H);
-        differentiate(weights, scores, tile, words, (bf16*)(words + all / 2));
-        pack_positions(queries, tile.count, tile.rows, H, pairs);
-        collect(words, tile, pairs, H, key_sum + tile.begin * H);
-        mix(words + all / 2, tile, packed + 2 * K * part + place + at, H, scale,
-            grad_query + (position * N + task.head) * H, N * H);
+        copy_positions(grads, tile.count, tile.rows, H, grad_rows);
+        multiply_features(grad_rows, tile, packed + part + place, words, scores);
+        normalize_pairs(weights, tile, inverses, columns);
+        collect<Number>(columns, tile, pair_positions(grads, tile, H, grad_rows, room), H, value_sum + tile.begin * H);
+        columns = (Word<Number>*)(is_word<Number>() ? scores : rounded);
+        Number* score_grads = (Number*)(is_word<Number>() ? scores : rounded + tile.rows * tile.width / 2);
+        differentiate(weights, scores, tile, columns, score_grads);
+        collect<Number>(columns, tile, pair_positions(queries, tile, H, query_rows, room), H, key_sum + tile.begin * H);
+        mix(score_grads, tile, packed + 2 * part + place, H, scale, grad_query + (position * N + task.head) * H, N * H);
       }
     }
     // The heads that share a key head, always in the same order.
@@ -382,8 +475,9 @@ extern "C" void causal_attention_backward_bfloat16(const bf16* grad, const bf16*
       Task task(segments, number, K);
       for (int64_t i = 0; i < task.length; i++)
         for (int which = 0; which < 2; which++) {
-          const float* from = (which ? value_sums : key_sums) + (task.head * groups * padded + task.segment.before + i) * H;
-          bf16* place = (which ? grad_value : grad_key) + ((task.position(T) + i) * K + task.head) * H;
+          int64_t first = task.head * groups * padded + task.segment.before + i;
+          const float* from = (which ? value_sums : key_sums) + first * H;
+          Number* place = (which ? grad_value : grad_key) + ((task.position(T) + i) * K + task.head) * H;
           float factor = which ? 1.0f : scale;
 #pragma omp simd
           for (int64_t h = 0; h < H; h++) {
@@ -395,5 +489,29 @@ extern "C" void causal_attention_backward_bfloat16(const bf16* grad, const bf16*
     }
   }
 }
+
+}  // namespace
+
+#define FOR_DTYPE(Number, NAME)                                                                                        \
+  extern "C" void causal_attention_##NAME(                                                                             \
+      const Number* query, const Number* key, const Number* value, Number* out, const Segment* segments,               \
+      int64_t count, Word<Number>* packed, int64_t padded, float* scratch, int64_t scratch_size, int64_t T,            \
+      int64_t N, int64_t K, int64_t H, int64_t size, int64_t window, int64_t threads) {                                \
+    attend<Number>(query, key, value, out, segments, count, packed, padded, scratch, scratch_size, T, N, K, H, size,   \
+                   window, threads);                                                                                   \
+  }                                                                                                                    \
+  extern "C" void causal_attention_backward_##NAME(                                                                    \
+      const Number* grad, const Number* query, const Number* key, const Number* value, Number* grad_query,             \
+      Number* grad_key, Number* grad_value, const Segment* segments, int64_t count, Word<Number>* packed,              \
+      int64_t padded, float* sums, float* scratch, int64_t scratch_size, int64_t T, int64_t N, int64_t K, int64_t H,   \
+      int64_t size, int64_t window, int64_t threads) {                                                                 \
+    attend_backward<Number>(grad, query, key, value, grad_query, grad_key, grad_value, segments, count, packed,        \
+                            padded, sums, scratch, scratch_size, T, N, K, H, size, window, threads);                   \
+  }
+
+FOR_DTYPE(float, float32)
+#if defined(__AVX512BF16__)
+FOR_DTYPE(bf16, bfloat16)
+#endif
 
 #endif

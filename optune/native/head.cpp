@@ -13,6 +13,7 @@ namespace {
 const int64_t WORDS = 64;  // of the vocabulary, that a thread works on
 const int64_t PAIRS = 256; // of targets, whose products are made before the sum is written
 const int64_t WIDE = 64, NARROW = 16;  // features that are multiplied together
+const int64_t GROUP = 4;               // words that are multiplied together with them
 
 // sums[v][d] += over pairs, for `count` words v and 16 x COLUMNS features d.
 template <int COLUMNS>

@@ -1,4 +1,5 @@
-// Matrix products in bf16 for CPUs with AVX-512 BF16, whose dot products take pairs of bf16 numbers and sum in fp32.
+// Matrix products for CPUs with AVX-512, of words: a word is a number of fp32, or, with AVX-512 BF16, a pair of bf16
+// numbers whose products are added together. Sums are fp32.
 
 #pragma once
 
@@ -10,27 +11,56 @@
 
 namespace {
 
-const int64_t GROUP = 4;  // rows that are multiplied together
+// The words that products of a number's type take.
+template <class Number>
+struct Words;
+
+template <>
+struct Words<float> {
+  typedef float Word;
+  static const int64_t NUMBERS = 1;
+};
+
+inline __m512 spread(float word) { return _mm512_set1_ps(word); }
+inline __m512 load(const float* words) { return _mm512_loadu_ps(words); }
+inline __m512 add_product(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
+
+#if defined(__AVX512BF16__)
+
+template <>
+struct Words<bf16> {
+  typedef uint32_t Word;
+  static const int64_t NUMBERS = 2;
+};
+
+inline __m512bh spread(uint32_t word) { return (__m512bh)_mm512_set1_epi32((int)word); }
+inline __m512bh load(const uint32_t* words) { return (__m512bh)_mm512_loadu_si512(words); }
+inline __m512 add_product(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
+
+#endif
 
 inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
-// sum[m][n] += over k: the pair a[m * a_row + k * a_step] times the 16 pairs at b + k * b_step + n * b_column.
-template <int COLUMNS>
-inline void multiply(const uint32_t* a, int64_t a_row, int64_t a_step, const uint32_t* b, int64_t b_column,
-                     int64_t b_step, int64_t steps, __m512 (&sum)[GROUP][COLUMNS]) {
-  for (int64_t k = 0; k < steps; k++) {
-    __m512bh columns[COLUMNS];
-    for (int n = 0; n < COLUMNS; n++) columns[n] = (__m512bh)_mm512_loadu_si512(b + k * b_step + n * b_column);
-    for (int m = 0; m < GROUP; m++) {
-      __m512bh row = (__m512bh)_mm512_set1_epi32((int)a[m * a_row + k * a_step]);
-      for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], row, columns[n]);
+// sum[m][n] += over k: the word a[m * a_row + k * a_step] times the 16 words at b + k * b_step + n * b_column; at least
+// one step.
+template <int ROWS, int COLUMNS, class Word>
+inline void multiply(const Word* a, int64_t a_row, int64_t a_step, const Word* b, int64_t b_column, int64_t b_step,
+                     int64_t steps, __m512 (&sum)[ROWS][COLUMNS]) {
+  do {
+    decltype(load(b)) columns[COLUMNS];
+    for (int n = 0; n < COLUMNS; n++) columns[n] = load(b + n * b_column);
+    for (int m = 0; m < ROWS; m++) {
+      auto row = spread(a[m * a_row]);
+      for (int n = 0; n < COLUMNS; n++) sum[m][n] = add_product(sum[m][n], row, columns[n]);
     }
-  }
+    a += a_step;
+    b += b_step;
+  } while (--steps > 0);
 }
 
-template <int COLUMNS>
-inline void clear(__m512 (&sum)[GROUP][COLUMNS]) {
-  for (int m = 0; m < GROUP; m++)
+template <int ROWS, int COLUMNS>
+inline void clear(__m512 (&sum)[ROWS][COLUMNS]) {
+  for (int m = 0; m < ROWS; m++)
     for (int n = 0; n < COLUMNS; n++) sum[m][n] = _mm512_setzero_ps();
 }
 

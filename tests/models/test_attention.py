@@ -96,17 +96,24 @@ def test_in_bf16_it_is_nearer_to_the_truth_than_torchs_own(spread):
     assert sum(ours) < sum(torchs)
 
 
-def test_rows_of_a_pack_never_meet():
-    """Not even as a product with zero: what is not a number in one row leaves the others alone."""
-    query, key, value, _ = make_inputs(1, 2, 1, 12, 4, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [4, 16])  # by tiles, and by a native kernel where there is one
+def test_rows_of_a_pack_never_meet(width, dtype):
+    """Not even as a product with zero: what is not a number in one row leaves the others and their gradients alone."""
+    query, key, value, grad = make_inputs(1, 2, 1, 12, width, dtype)
     documents_BT = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3])
-    broken = value.detach().clone()
-    broken[:, :, 5:9] = torch.nan
-    out = causal_attention(query, key, broken.requires_grad_(), documents_BT, None)
-    alone = causal_attention(query, key, value, documents_BT, None)
-    assert torch.equal(out[:, :, :5], alone[:, :, :5])
-    assert torch.equal(out[:, :, 9:], alone[:, :, 9:])
-    assert out[:, :, 5:9].isnan().all()
+    broken = [tensor.detach().clone() for tensor in (query, key, value, grad)]
+    for tensor in broken:
+        tensor[:, :, 5:9] = torch.nan
+    together = run(
+        lambda q, k, v: causal_attention(q, k, v, documents_BT, None),
+        [*(tensor.requires_grad_() for tensor in broken[:3]), broken[3]],
+    )
+    alone = run(lambda q, k, v: causal_attention(q, k, v, documents_BT, None), [query, key, value, grad])
+    for spoilt, whole in zip(together, alone, strict=True):
+        assert torch.equal(spoilt[:, :, :5], whole[:, :, :5])
+        assert torch.equal(spoilt[:, :, 9:], whole[:, :, 9:])
+        assert spoilt[:, :, 5:9].isnan().all()
 
 
 def test_a_document_whose_positions_stand_apart_is_refused():
