@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
+from typing import TYPE_CHECKING
 
 from tune_cli.arguments import Parser, whole_number
 from tune_cli.run import make_parser, read_request
+
+if TYPE_CHECKING:
+    from tune_cli.planner import Result
 
 USAGE = "RECIPE --config CONFIG [--memory SIZE] [--length N | --data] [--processes N] [--json] [key=value …]"
 DESCRIPTION = """\
@@ -28,16 +33,11 @@ def run(words: list[str]) -> int:
     options, others = parser.split(words)
     if options.data and options.length is not None:
         parser.error("--length and --data exclude each other")
-    from optune import idle_compiler
+    from optune.garbage import uncollected
 
-    idle_compiler.leave_out()
-    request = read_request(parser, options, others)
-
-    from tune_cli.planner import Planner
-
-    result = Planner(request, memory=options.memory, length=options.length, reads_data=options.data).plan(
-        options.processes
-    )
+    # A plan makes many objects that stay: what is imported, and what is remembered of operations. Rows may be millions.
+    with contextlib.nullcontext() if options.data else uncollected():
+        result = _plan(parser, options, others)
     if options.json:
         json.dump(result.as_json(), sys.stdout, ensure_ascii=False)
         print()
@@ -46,6 +46,18 @@ def run(words: list[str]) -> int:
 
         show(result)
     return 0
+
+
+def _plan(parser: Parser, options: argparse.Namespace, others: list[str]) -> Result:
+    from optune import idle_compiler
+
+    idle_compiler.leave_out()
+    request = read_request(parser, options, others)
+
+    from tune_cli.planner import Planner
+
+    planner = Planner(request, memory=options.memory, length=options.length, reads_data=options.data)
+    return planner.plan(options.processes)
 
 
 def _add_options(parser: Parser) -> None:

@@ -112,10 +112,13 @@ class Planner:
             distributed.read_device(self._cfg.device, count)
         keep_whole = optim.why_whole(self._cfg.optimizer_step)
         if count == 1:
-            with distributed.start("cpu", **layout, keep_whole=keep_whole) as self._processes:
+            with distributed.start("cpu", **layout, keep_whole=keep_whole, use_memory=False) as self._processes:
                 yield
             return
-        with pretend(count), distributed.start("cpu", **layout, keep_whole=keep_whole) as self._processes:
+        with (
+            pretend(count),
+            distributed.start("cpu", **layout, keep_whole=keep_whole, use_memory=False) as self._processes,
+        ):
             distributed.check_model(self._config, self._processes.layout)
             yield
 

@@ -175,12 +175,14 @@ def start(
     offload: bool = False,
     timeout_s: int = 600,
     keep_whole: str | None = None,
+    use_memory: bool = True,
 ) -> Iterator[Processes]:
     """Joins the processes that a launcher started, for as long as the context lasts.
 
     - `shard`, `replicate`, `tensor`, `offload`: how the model is divided and where it lies, see `Layout`; `keep_whole`:
       why it cannot be divided. Offload is FSDP2's: one process then makes a group of its own.
     - `timeout_s`: how long a process waits for one that does not answer before it ends with an error.
+    - `use_memory`: whether tensors on a CPU lie in the range of `optune.memory` from here on.
 
     Raises ConfigError where the device is not there, or where the layout does not fit the number of processes.
     """
@@ -188,7 +190,8 @@ def start(
     layout = divide(world_size, shard=shard, replicate=replicate, tensor=tensor, offload=offload, keep_whole=keep_whole)
     if world_size == 1 and not offload:
         found = find_device(device)
-        _use_memory(found)
+        if use_memory:
+            _use_memory(found)
         yield Processes(found, layout=layout)
         return
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
@@ -199,7 +202,8 @@ def start(
             f"is true, and torch's FSDP2, which does it, knows no {found.type}", where="parallel.offload",
             hint="use parallel.offload=false",
         )  # fmt: skip
-    _use_memory(found)
+    if use_memory:
+        _use_memory(found)
     if found.type == "cuda":
         torch.cuda.set_device(found)
     # Counts and flags go over gloo also beside GPUs: they must not wait for what is queued there.

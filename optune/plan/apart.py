@@ -62,7 +62,8 @@ def answer() -> None:
     from optune.plan.predicting import predict
 
     world_size, layout, values = pickle.loads(asked)
-    with nullcontext() if world_size == 1 else pretend(world_size), distributed.start("cpu", **layout) as processes:
+    others = nullcontext() if world_size == 1 else pretend(world_size)
+    with others, distributed.start("cpu", **layout, use_memory=False) as processes:
         found = predict(**values, processes=processes, is_apart=True)
     with out:
         pickle.dump(found, out)

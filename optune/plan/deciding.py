@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optune.optim.stash import choose
-from optune.plan.without_values import answering, give_memory, make_mode
+from optune.plan.remembering import Mode
+from optune.plan.without_values import answering, give_memory
 
 if TYPE_CHECKING:
     from optune.plan.rehearsal import Task
@@ -22,7 +23,7 @@ def describe_stepping(task: Task, layers: int | None = None) -> str:
     """What the stepper of the model, or of one with so many `layers`, says of itself."""
     with torch.random.fork_rng(devices=[]):
         model = task.outline(task.layers if layers is None else layers)
-        give_memory(model, make_mode(), "cpu")
+        give_memory(model, Mode())
         with answering():
             _, stepper = task.build(model, task.processes, lambda _: None, task.positions_per_step)
         stepping = stepper.describe()

@@ -27,9 +27,9 @@ from optune.optim import filled, named_optimizer_parameters
 from optune.optim.kinds import is_compiled
 from optune.optim.stash import choose
 from optune.plan.deciding import deciding_for_whole_model, describe_stepping
-from optune.plan.remembering import storage_key
+from optune.plan.remembering import Mode, storage_key
 from optune.plan.tracker import Stretch, Tracker, inner_tensors
-from optune.plan.without_values import answering, give_memory, make_answers, make_mode
+from optune.plan.without_values import answering, give_memory, make_answers
 from optune.types import IGNORE, Microbatch, MicrobatchShape
 
 SHALLOW = 2
@@ -118,9 +118,9 @@ def _add(start: Counter[str], less: Counter[str], more: Counter[str], times: int
 
 
 def _watch(task: Task, layers: int) -> Account:
-    mode = make_mode()
+    mode = Mode()
     model = task.outline(layers)
-    give_memory(model, mode, "cpu")
+    give_memory(model, mode)
     tracker = Tracker(make_answers(task.shape.positions, task.shape.targets), task.round_up)
     with ExitStack() as stack:
         stack.enter_context(answering())

@@ -26,30 +26,24 @@ from torch._subclasses.fake_tensor import (
 from optune import cross_entropy
 from optune.lora import nf4
 from optune.models import attention
-from optune.optim import immediate, norms
+from optune.optim import immediate, norms, rounding
+from optune.plan.working_out import make_fake
 
 _ATEN = torch.ops.aten
 NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What is raised where a question is asked that nobody here answers."""
 
 
-def make_mode() -> FakeTensorMode:
-    """Under it every new tensor is fake; real ones may be mixed in."""
-    # An operation that torch cannot tell the shapes of would be run on real zeros, of the model's size.
-    return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-
-
-def give_memory(model: nn.Module, mode: FakeTensorMode, device: str) -> None:
-    """Gives each parameter of an outline (on the meta device) fake memory on `device`; ties stay ties."""
+def give_memory(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Gives each parameter of an outline (on the meta device) fake memory; ties stay ties."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in made:
-                # Not empty_like: what is not fake is looked at at length.
-                shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
-                with mode:
-                    values = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-                made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                # What nn.Parameter makes of a tensor of another class, without a detour.
+                values: Any = make_fake(mode, parameter.shape, parameter.stride(), parameter.dtype)
+                values._is_param = True
+                made[id(parameter)] = values.requires_grad_(parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
 
 
@@ -100,6 +94,7 @@ def answering() -> Iterator[None]:
         patch.object(norms, "norm_by_rows", _norm_without_values),
         patch.object(cross_entropy, "cut", partial(_first_two, cross_entropy.cut)),
         patch.object(nf4, "_runs", partial(_first_two, nf4._runs)),
+        patch.object(rounding, "draw", partial(_draw_twice, rounding.draw)),
         patch.object(attention, "_segments", _one_document_a_row),
         patch.object(immediate, "refuse_unfit", lambda _: None),  # these are plain parameters in all but their class
     ):
@@ -117,6 +112,11 @@ def _norm_without_values(tensor: Tensor) -> Tensor:
 def _first_two(cut: Callable[[int, int], Iterable[Any]], count: int, size: int) -> list[Any]:
     """Of thousands of parts that are worked on one after the other each takes, and leaves, what the second one does."""
     return list(islice(cut(count, size), 2))
+
+
+def _draw_twice(draw: Callable[..., Iterable[Any]], *args: Any) -> Iterator[Any]:
+    """The same for random bits, of which each part is freed before the one after the next is made."""
+    return islice(draw(*args), 2)
 
 
 def _one_document_a_row(documents_BT: Tensor) -> list[tuple[int, int, int]]:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optune import distributed
 from optune.distributed.pretending import pretend
 from optune.errors import ConfigError
-from optune.plan import MOMENTS, PARTS, Bounds, Forecast, Work, forecast, memory, tracker
+from optune.optim import rounding
+from optune.plan import (
+    MOMENTS,
+    PARTS,
+    Bounds,
+    Forecast,
+    Work,
+    deciding,
+    forecast,
+    memory,
+    rehearsal,
+    remembering,
+    tracker,
+    without_values,
+)
 from optune.plan.formulas import block_parameters
 from optune.plan.rehearsal import SHALLOW, SHALLOW_DIVIDED
 from optune.plan.settings import Current, list_settings
@@ -143,18 +159,43 @@ def test_what_depends_on_values_is_refused_by_its_name_and_never_guessed() -> No
         forecast(replace(task, build=build))
 
 
-def test_operations_that_are_remembered_give_what_working_through_each_of_them_gives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for case in (
+@pytest.mark.parametrize(
+    "case",
+    [
         Case("qwen3", "model.dtype=bf16 activation_checkpointing=selective gradient_accumulation_steps=2"),
         Case("wide", "lora.rank=16 lora.quantize_base=nf4 optimizer_step=in_backward", recipe="lora_finetune"),
-    ):
-        remembered = [forecast(make_task(case)).moments for _ in range(2)]
-        with monkeypatch.context() as patched:
-            patched.setattr(tracker, "call", lambda func, args, kwargs: func(*args, **kwargs))
-            patched.setattr(tracker, "_EXTRA", {})
-            assert [forecast(make_task(case)).moments] * 2 == remembered
+        Case("windows", "data.packing=true optimizer._target_=torch.optim.Adafactor accumulation=breadth_first"),
+    ],
+    ids=lambda case: case.model,
+)
+def test_what_is_remembered_or_worked_out_without_torchs_mode_gives_what_that_mode_gives(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remembering, "_KNOWN", {})
+    monkeypatch.setattr(tracker, "_EXTRA", {})
+    known = [forecast(make_task(case)).moments for _ in range(2)]
+    assert remembering._KNOWN
+    torchs = partial(FakeTensorMode, allow_fallback_kernels=False, allow_non_fake_inputs=True)
+    monkeypatch.setattr(rehearsal, "Mode", torchs)
+    monkeypatch.setattr(deciding, "Mode", torchs)
+    monkeypatch.setattr(tracker, "call", lambda func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(tracker, "_EXTRA", {})
+    assert [forecast(make_task(case)).moments] * 2 == known
+
+
+def test_two_parts_of_the_random_bits_take_what_all_of_them_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = make_task(Case("wide", "model.dtype=bf16 model.update_rounding=stochastic"))
+    two = forecast(task).moments
+    drawn: list[int] = []
+
+    def draw_all(draw: Any, *args: Any) -> Any:
+        for first, bits in draw(*args):
+            drawn.append(first)
+            yield first, bits
+
+    monkeypatch.setattr(without_values, "_draw_twice", draw_all)
+    assert forecast(task).moments == two
+    assert max(drawn) >= 2 * rounding._CHUNK_ON_CPU  # there were more than two
 
 
 @pytest.mark.slow
