@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -153,6 +155,27 @@ def test_attention_in_fp32_is_as_near_to_the_truth_as_torchs_own(spread: float, 
     for mine, theirs, true in zip(ours, torchs, exact, strict=True):
         error, other = ((made.double() - true).norm() / true.norm() for made in (mine, theirs))
         assert error < 1e-6 and error < 1.5 * other
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of x86_64")
+@pytest.mark.parametrize(
+    ("processor", "dtypes"),
+    [("haswell", []), ("skylake-avx512", ["float32"]), ("cooperlake", ["bfloat16", "float32"])],
+)
+def test_other_processors_get_the_attention_that_they_have_instructions_for(
+    processor: str, dtypes: list[str], tmp_path: Path
+) -> None:
+    try:
+        compiler = build._find_compiler()
+    except build.NoLibraryError as error:
+        pytest.skip(str(error))
+    made = tmp_path / "made.s"
+    for name in ("attention.cpp", "head.cpp"):
+        words = [*compiler, *build.FLAGS, f"-march={processor}", "-fopenmp", "-S", str(build.FOLDER / name)]
+        subprocess.run([*words, "-o", str(made)], check=True, capture_output=True)
+        if name == "attention.cpp":
+            found = re.findall(r"^causal_attention_backward_(\w+):", made.read_text(), re.MULTILINE)
+            assert sorted(found) == dtypes
 
 
 @pytest.mark.usefixtures("native")
@@ -426,6 +449,17 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(tmp_path: Path, monkey
     with pytest.raises(build.NoLibraryError, match=r"c\+\+ cannot compile them: error: no header"):
         build.make_kernels()
     assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_the_compiler_is_asked_for_its_version_once_for_both_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = make_compiler(tmp_path / "c++", says="sleep 0.1; echo tiny 1.0")
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path / "cache"))
+    build.start_making()
+    assert [build.make_memory()[1], build.make_kernels()[1]] == ["tiny 1.0", "tiny 1.0"]
+    assert Path(f"{compiler}.calls").read_text().count("--version") == 1
 
 
 @pytest.mark.usefixtures("native")

@@ -21,17 +21,17 @@ struct Words<float> {
   static const int64_t NUMBERS = 1;
 };
 
-inline __m512 spread(float word) { return _mm512_set1_ps(word); }
-inline __m512 load(const float* words) { return _mm512_loadu_ps(words); }
-inline __m512 add_product(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
-
-#if defined(__AVX512BF16__)
-
 template <>
 struct Words<bf16> {
   typedef uint32_t Word;
   static const int64_t NUMBERS = 2;
 };
+
+inline __m512 spread(float word) { return _mm512_set1_ps(word); }
+inline __m512 load(const float* words) { return _mm512_loadu_ps(words); }
+inline __m512 add_product(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
+
+#if defined(__AVX512BF16__)
 
 inline __m512bh spread(uint32_t word) { return (__m512bh)_mm512_set1_epi32((int)word); }
 inline __m512bh load(const uint32_t* words) { return (__m512bh)_mm512_loadu_si512(words); }
