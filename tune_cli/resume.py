@@ -35,7 +35,7 @@ def run(words: list[str]) -> int:
         parser.error("RUN_DIR is missing")
     folder = Path(others[0]).expanduser()
     config = find_saved_config(folder)
-    start_making_kernels()
+    start_making_kernels(config, others[1:])
     recipe = load_recipe(options.recipe or read_recipe_name(config))
     resumed = [write_override("output_dir", str(folder), is_path=True)]
     origin, allowed_before = read_resumed(config)

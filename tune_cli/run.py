@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optune.errors import ConfigError
 from tune_cli import worker
 from tune_cli.arguments import Parser
 from tune_cli.launch import launch, split_launch_options
@@ -43,7 +47,7 @@ def run(words: list[str]) -> int:
     parser.add_argument("--multirun", action="store_true", help="run every combination of key=a,b,c one after another")
     launch_words, rest = split_launch_options(words, parser)
     options, others = parser.split(rest)
-    start_making_kernels()
+    start_making_kernels(options.config, others)
     request = read_request(parser, options, others)
     if options.multirun:
         from tune_cli.multirun import run_grid
@@ -57,11 +61,38 @@ def run(words: list[str]) -> int:
     return train(request.recipe, cfg)
 
 
-def start_making_kernels() -> None:
-    """Beside the import of torch, which reading a recipe begins with. Where they are made already it takes nothing."""
-    from optune.native import start_making
+def start_making_kernels(config: str | Path | None, overrides: Sequence[str]) -> None:
+    """Beside the import of torch, which reading a recipe begins with, where a run of `config` may be one on a CPU.
+    Where they are made already it takes nothing."""
+    try:
+        is_useful = config is None or may_use_cpu(find_config(str(config)), overrides)
+    except (ConfigError, OSError):
+        return  # It will be told.
+    if is_useful:
+        from optune.native import start_making
 
-    start_making()
+        start_making()
+
+
+def may_use_cpu(config: Path, overrides: Sequence[str]) -> bool:
+    """Whether a run may train on a CPU, as far as can be told before anything is imported: true where in doubt."""
+    text = config.read_text(encoding="utf-8", errors="replace")
+    if re.search(r"^defaults:", text, re.MULTILINE):
+        return True  # other files may name the device
+    named = re.findall(r"^device:[ \t]*([^\s#]+)", text, re.MULTILINE)
+    pairs = [word.partition("=") for word in overrides]
+    named += [value for key, _, value in pairs if key.lstrip("+") == "device"]
+    device = named[-1].strip("'\"") if named else "auto"
+    return not _has_cuda() if device == "auto" else re.fullmatch(r"(cuda|mps|xpu)(:\d+)?", device) is None
+
+
+def _has_cuda() -> bool:
+    """Whether `device: auto` is an NVIDIA GPU here: there is a driver, it is not hidden, and torch is built for it."""
+    if not Path("/dev/nvidiactl").exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    torch = importlib.util.find_spec("torch")
+    folders = torch.submodule_search_locations if torch is not None else None
+    return bool(folders) and re.search(r"^cuda\b.*'", (Path(folders[0]) / "version.py").read_text(), re.M) is not None
 
 
 def _go_on(resume: str | None, output_dir: str, restart: int) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tune_cli.conftest import CONFIG, Optune
+from tune_cli.run import start_making_kernels
 
 RUN = ("run", "fake.py", "--config", "c.yaml")
 VALIDATE = ("validate", "fake.py", "--config", "c.yaml")
@@ -194,3 +195,27 @@ def test_allow_target_is_no_key_of_a_config(optune: Optune, folder: Path) -> Non
 @pytest.mark.parametrize("spelling", ["1e-5", "1E-5", ".00001"])
 def test_rate_is_the_same_number_in_every_spelling(optune: Optune, spelling: str) -> None:
     assert "lr: 1e-05\n" in optune(*VALIDATE, f"optimizer.lr={spelling}").out
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "is_useful"),
+    [
+        ("device: cuda:1  # the second\n", [], False),
+        ("device: cuda\n", ["+device='cpu'"], True),
+        ("seed: 1\n", ["seed=2", "device=cuda"], False),
+        ("seed: 1\n", ["model.device=cuda"], True),
+        ("defaults: [base]\ndevice: cuda\n", [], True),
+        ("device: ${oc.env:DEVICE}\n", [], True),
+        ("device: auto\n", [], True),
+        ("seed: 1\n", ["device=cuda:0,cpu"], True),
+    ],
+)
+def test_native_libraries_are_not_made_where_no_cpu_is_trained_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: list[str], is_useful: bool
+) -> None:
+    (folder / "c.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    started: list[bool] = []
+    monkeypatch.setattr("optune.native.start_making", lambda: started.append(True))
+    start_making_kernels(str(folder / "c.yaml"), words)
+    assert started == [True] * is_useful
