@@ -137,14 +137,21 @@ class Planner:
     def _plan(self) -> Result:
         from optune import plan
 
-        self._note()
         self._try_optimizer()
         shape, validation = self._find_shapes()
         task = self._task(self._request.recipe, self._cfg, shape, validation)
         forecast = self._forecast(task, self._cfg)
         overhead = plan.OVERHEAD[self._device]
+        outlines: list[Any] = []
+
+        def outline(layers: int) -> Any:
+            outlines.append(task.outline(layers))
+            return outlines[-1]
+
+        stepping = plan.describe_stepping(replace(task, outline=outline))
+        self._note(getattr(outlines[-1], "compilation", None))
         result = Result(
-            self._summarize(shape, plan.describe_stepping(task)), forecast, self._device, overhead, self._memory,
+            self._summarize(shape, stepping), forecast, self._device, overhead, self._memory,
             [], None, None, "", self._notes,
         )  # fmt: skip
         if self._memory is None or result.is_enough(forecast):
@@ -304,10 +311,12 @@ class Planner:
             "step": stepping,
         }
 
-    def _note(self) -> None:
-        """What is not as the run will be, said."""
+    def _note(self, compilation: str | None) -> None:
+        """What is not as the run will be, said. `compilation`: what the model says of being compiled, on a CPU."""
         cfg = self._cfg
-        if cfg.compile:
+        if cfg.compile and compilation is not None and self._device == "cpu":
+            self._notes.append(f"compile: {compilation}")
+        elif cfg.compile:
             self._notes.append("compile: the forecast is that of the same step uncompiled; compiled blocks keep less")
         if str(cfg.optimizer.get("_target_", "")).startswith("torchao."):
             self._notes.append("torchao: its compiled steps take memory of their own, which is not predicted")

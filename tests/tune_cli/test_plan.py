@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from optune import files
+from optune import files, kernels
 from optune.session import memory
 from tests import fixtures
 from tests.cases.place import Place
@@ -92,6 +92,18 @@ def test_each_of_two_processes_holds_half(place: Place) -> None:
     found = plan(place, "--processes", "2", "compile=true", "parallel.shard=2")
     assert found["processes"].startswith("2: ")
     assert found["moments"]["load"]["weights"] == 23_712 * 4 // 2
+
+
+def test_compile_on_a_cpu_is_told_as_the_run_tells_it_and_on_a_gpu_as_what_is_not_predicted(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels.is_ready():
+        assert plan(place, "compile=true")["notes"] == [f"compile: {kernels.NOTHING_TO_COMPILE}"]
+    uncompiled = "compile: the forecast is that of the same step uncompiled; compiled blocks keep less"
+    assert plan(place, "compile=true", "device=cuda")["notes"][0] == uncompiled
+    monkeypatch.setattr(kernels, "_is_off", True)
+    assert plan(place, "compile=true")["notes"] == [uncompiled]
+    assert plan(place)["notes"] == []
 
 
 @pytest.mark.parametrize("text", ["24", "24 apples", "GiB", "0GiB", "24GiBs", "1e9", ""])
