@@ -140,9 +140,14 @@ def hash_file(path: Path) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """`1.5 GiB`: a size for people."""
+    """`1.54 GiB`, `283 MiB`: a size for people, to three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        if count < (1024 if unit == "B" else 1000) or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{three_digits(count)} {unit}"
         count /= 1024
     raise AssertionError("unreachable")
+
+
+def three_digits(value: float) -> str:
+    """`1.54`, `15.4`, `1,540`."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -59,7 +59,9 @@ def _unit(size: float) -> tuple[int, str]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    from optune.files import three_digits
+
+    return three_digits(value)
 
 
 def _show_moments(forecast: Forecast) -> RenderableType:

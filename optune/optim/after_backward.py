@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from optune.optim.buckets import Bucket
+from optune.optim.buckets import Bucket, smallest_first
 from optune.optim.stepper import SkipCounter, StepStats
 from optune.optim.update import Update
 
@@ -21,7 +21,7 @@ class AfterBackwardStepper:
         self._update = update
         self._parts = parts
         self._entries = update.entries
-        self._order = parts or [update.prepare("all", update.entries)]
+        self._order = smallest_first(parts) if parts else [update.prepare("all", update.entries)]
         self.skips = SkipCounter(max_skipped_steps)
 
     @contextmanager

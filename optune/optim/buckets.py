@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -52,6 +52,11 @@ class Bucket:
     pending: int = 0
     ready: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """Of its weights, and so of its gradients."""
+        return sum(entry.weight.numel() * entry.weight.element_size() for entry in self.entries)
+
     def reset(self) -> None:
         """Waits for all gradients again."""
         self.pending, self.ready = len(self.entries), False
@@ -93,6 +98,12 @@ def make_entries(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
             hint="build the optimizer after everything that replaces or freezes parameters",
         )
     return entries
+
+
+def smallest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """The order in which to update them one by one, each freeing its gradients: what the largest one makes on the way
+    finds the most room."""
+    return sorted(buckets, key=lambda bucket: bucket.nbytes)
 
 
 def make_buckets(model: nn.Module, entries: Sequence[Entry], patterns: Sequence[str] | None = None) -> list[Bucket]:

@@ -72,7 +72,7 @@ class InBackwardStepper:
             self._stash.update.count_step()
 
     def describe(self) -> str:
-        largest = max(sum(e.weight.numel() * e.weight.element_size() for e in b.entries) for b in self._buckets)
+        largest = max(bucket.nbytes for bucket in self._buckets)
         return (
             f"in backward: {len(self._buckets)} buckets, the largest with {largest / 2**20:.1f} MiB of gradients; "
             f"{self._stash.describe()}"

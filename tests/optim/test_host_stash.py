@@ -79,13 +79,13 @@ def test_the_next_part_is_fetched_before_the_part_at_hand_is_stepped(monkeypatch
     device, model = SimulatedDevice(range(100)), SmallModel(blocks=2)
     _, stepper = build(model, device, monkeypatch)
     run(model, stepper, make_rows(1, [1]))
-    # The first bucket has no gradient, so nothing of it moved; each wait stands before a step.
+    # A bucket has no gradient, so nothing of it moved; each wait stands before a step, the smallest first.
     assert device.log[device.log.index("out embed") + 1 :] == [
+        "wait", "back norm",
         "wait", "back embed",
+        "wait", "back head",
         "wait", "back block 0",
         "wait", "back block 1",
-        "wait", "back norm",
-        "wait", "back head",
         "wait",
     ]  # fmt: skip
 

@@ -96,5 +96,5 @@ def test_process_with_the_most_is_measured_and_the_widest_microbatch_of_all_is_p
     assert asked == [(MicrobatchShape(3, 8, 9, packed=True), 3, False)]
     assert second is None
     assert first is not None
-    assert first.startswith("1.0 MiB (in forward), measured ")
-    assert first.endswith("(on rank 1, resident, beyond 1.0 MiB before the model)")
+    assert first.startswith("1.00 MiB (in forward), measured ")
+    assert first.endswith("(on rank 1, resident, beyond 1.00 MiB before the model)")

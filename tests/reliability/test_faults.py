@@ -64,7 +64,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_before_the_first_ste
         at_call(patch, "optune.train.train_step", 1, lambda: pytest.fail("a step was taken"))
         refused = run_in(place, small_disk / "run", EVERY_STEP)
     assert refused.code == 1
-    assert "the checkpoints need 3.4 MiB more (288.7 KiB each)" in refused.errors[0]
+    assert "the checkpoints need 3.39 MiB more (289 KiB each)" in refused.errors[0]
     assert "keep_last" in refused.err
     assert run_in(place, small_disk / "run").code == 0
 

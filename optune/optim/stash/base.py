@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from optune.errors import TrainingError
-from optune.optim.buckets import Bucket
+from optune.optim.buckets import Bucket, smallest_first
 from optune.optim.stepper import SkipCounter, StepStats
 from optune.optim.update import Update
 
@@ -31,7 +31,7 @@ class Stash:
 
     def __init__(self, update: Update, buckets: Sequence[Bucket], skips: SkipCounter, reason: str = "") -> None:
         self.update = update
-        self.buckets = list(buckets)
+        self.buckets = smallest_first(buckets)
         self.skips = skips
         self.reason = reason
 
