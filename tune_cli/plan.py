@@ -13,7 +13,7 @@ from tune_cli.arguments import Parser, whole_number
 from tune_cli.run import make_parser, read_request
 
 if TYPE_CHECKING:
-    from tune_cli.planner import Result
+    from tune_cli.plan_result import Result
 
 USAGE = "RECIPE --config CONFIG [--memory SIZE] [--length N | --data] [--processes N] [--json] [key=value …]"
 DESCRIPTION = """\

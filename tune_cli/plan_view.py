@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from optune.plan import Forecast
     from tune_cli.fitting import Fit
-    from tune_cli.planner import Result
+    from tune_cli.plan_result import Result
 
 _WIDEST = 80
 _BAR = 24

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from optune.plan.rehearsal import Task
     from optune.plan.rows import widest
     from optune.plan.settings import Current, Setting, list_settings
+    from optune.plan.working_out import numbers_only
 
 __all__ = [
     "MOMENTS",
@@ -51,6 +52,7 @@ __all__ = [
     "list_settings",
     "make_task",
     "memory",
+    "numbers_only",
     "predict",
     "traffic",
     "widest",
@@ -64,6 +66,7 @@ _FILES = {
     "rehearsal": ("Task",),
     "rows": ("widest",),
     "settings": ("Current", "Setting", "list_settings"),
+    "working_out": ("numbers_only",),
 }
 
 

@@ -11,6 +11,8 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from optune import distributed
 from optune.distributed.pretending import pretend
 from optune.errors import ConfigError
@@ -39,7 +41,7 @@ def predict_apart(processes: Processes, values: dict[str, Any]) -> Forecast:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", script], input=work, capture_output=True, check=True, timeout=WITHIN_S,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},  # each has memory to work in
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ConfigError(f"it took more than {WITHIN_S} s", where="optune plan") from None
@@ -60,10 +62,11 @@ def answer() -> None:
     spec.loader.exec_module(sys.modules[name])
 
     from optune.plan.predicting import predict
+    from optune.plan.working_out import numbers_only
 
     world_size, layout, values = pickle.loads(asked)
     others = nullcontext() if world_size == 1 else pretend(world_size)
-    with others, distributed.start("cpu", **layout, use_memory=False) as processes:
+    with numbers_only(), others, distributed.start("cpu", **layout, use_memory=False) as processes:
         found = predict(**values, processes=processes, is_apart=True)
     with out:
         pickle.dump(found, out)

@@ -128,11 +128,27 @@ _STAND_INS = {
 """What these modules say of numbers. More than a quarter of a second goes by until they are imported."""
 
 
+_only_numbers = False
+
+
+@contextmanager
+def numbers_only() -> Iterator[None]:
+    """Around the work of a process that plans and does nothing else: what is imported meanwhile may take the stand-ins
+    for what they stand for, so nothing that has symbols in shapes may come after it."""
+    global _only_numbers
+    before, _only_numbers = _only_numbers, True
+    try:
+        yield
+    finally:
+        _only_numbers = before
+
+
 @contextmanager
 def _without_symbols() -> Iterator[None]:
-    """Kernels that are written in Python ask whether shapes are symbols. Unless the modules that know symbols are there
-    already, or another thread may ask for them meanwhile, they are told what is true of numbers."""
-    is_alone = threading.active_count() == 1
+    """Kernels that are written in Python ask whether shapes are symbols. Under `numbers_only`, unless the modules that
+    know symbols are there already, or another thread may ask for them meanwhile, they are told what is true of
+    numbers."""
+    is_alone = _only_numbers and threading.active_count() == 1
     put = {name: module for name, module in _STAND_INS.items() if is_alone and name not in sys.modules}
     sys.modules.update(put)
     try:
