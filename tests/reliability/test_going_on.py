@@ -332,7 +332,7 @@ def test_how_long_each_save_held_training_up_stands_in_the_log_and_the_sum_at_th
     words = ("run", "full_finetune", "--config", str(place.config), f"output_dir={tmp_path / 'run'}")
     shown = place.call(*words, EVERY_STEP)
     stalls = re.findall(
-        r"saving after step (\d+) held training up for \d\.\d{3} s.*, \d+\.\d KiB copied",
+        r"saving after step (\d+) held training up for \d\.\d{3} s.*, \d+ KiB copied",
         (tmp_path / "run" / "log.txt").read_text(),
     )
     assert stalls == [str(step) for step in range(1, 12)]  # nothing goes on after the last one
