@@ -123,7 +123,7 @@ class MLP(nn.Module):
 
     def forward(self, hidden_BTD: Tensor, context: BlockContext) -> Tensor:
         gate_BTF, up_BTF = self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)
-        inner_BTF = swiglu(gate_BTF, up_BTF)
+        inner_BTF = swiglu(gate_BTF, up_BTF, owned=True)
         with remaking(inner_BTF, swiglu, gate_BTF, up_BTF) if context.keeps_little else nullcontext():
             return self.down_proj(inner_BTF)
 

@@ -35,11 +35,15 @@ def rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return torch.ops.optune.rms_norm(hidden, weight_D, eps)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up (arXiv 2002.05202)."""
-    if torch.compiler.is_compiling() and not kernels.covers(gate):
-        return F.silu(gate) * up
-    return torch.ops.optune.swiglu(gate, up)
+def swiglu(gate: Tensor, up: Tensor, *, owned: bool = False) -> Tensor:
+    """silu(gate) · up (arXiv 2002.05202).
+
+    `owned`: one layer alone takes the result, and its gradient for it is new and nobody else's, as that of a linear
+    layer is. A native kernel may write the gradient of `gate` over it then.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.optune.swiglu(gate, up, False) if kernels.covers(gate) else F.silu(gate) * up
+    return torch.ops.optune.swiglu(gate, up, owned)
 
 
 def remaking(made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[Any]:
@@ -164,7 +168,7 @@ _rms_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
 
 
 @torch.library.custom_op("optune::swiglu", mutates_args=())
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def _swiglu(gate: Tensor, up: Tensor, owned: bool) -> Tensor:
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     if native := kernels.find(gate, up):
         native.swiglu(gate.contiguous(), up.contiguous(), out, out.numel())
@@ -175,7 +179,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @_swiglu.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
+def _(gate: Tensor, up: Tensor, owned: bool) -> Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
@@ -198,12 +202,31 @@ def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(made)  # type: ignore[return-value]
 
 
+@torch.library.custom_op("optune::swiglu_backward_", mutates_args=("grad",))
+def _swiglu_backward_(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """The gradient of `up`; that of `gate` takes the place of `grad`, which has native kernels and is contiguous."""
+    grad_up, native = torch.empty_like(up, memory_format=torch.contiguous_format), kernels.find(grad, gate, up)
+    assert native is not None
+    native.swiglu_backward(grad, gate.contiguous(), up.contiguous(), grad, grad_up, grad_up.numel())
+    return grad_up
+
+
+@_swiglu_backward_.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(up, memory_format=torch.contiguous_format)
+
+
 def _keep_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    *kept, ctx.owned = inputs
+    ctx.save_for_backward(*kept)
 
 
-def _differentiate_swiglu(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.optune.swiglu_backward(grad, *ctx.saved_tensors)
+def _differentiate_swiglu(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    gate, up = ctx.saved_tensors
+    if ctx.owned and grad.is_contiguous() and kernels.find(grad, gate, up):
+        grad_up = torch.ops.optune.swiglu_backward_(grad, gate, up)
+        return grad, grad_up, None
+    return *torch.ops.optune.swiglu_backward(grad, gate, up), None
 
 
 _swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_swiglu)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optune import kernels
 from optune.models import fused
 
 EPS = 1e-5
@@ -77,8 +78,34 @@ def test_torch_can_trace_and_compile_them():
     )
     torch.library.opcheck(
         torch.ops.optune.swiglu.default,
-        tuple(tensor.requires_grad_() for tensor in make([(3, 5, 16), (3, 5, 16)], torch.float32)),
+        (*(tensor.requires_grad_() for tensor in make([(3, 5, 16), (3, 5, 16)], torch.float32)), False),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
+def test_an_owned_gradient_gives_its_memory_and_the_same_numbers(dtype: torch.dtype, layout: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up, grad = (torch.randn(6, 70, generator=generator).to(dtype) for _ in range(3))
+    if layout == "transposed":
+        grad = grad.T.contiguous().T
+    elif layout == "expanded":
+        grad = grad[:1].expand(6, 70)
+    before, found = grad.clone(), []
+    for owned in (False, True):
+        inputs = gate.clone().requires_grad_(), up.clone().requires_grad_()
+        out = fused.swiglu(*inputs, owned=owned)
+        found.append(torch.autograd.grad(out, inputs, grad, retain_graph=True))
+        if not owned:
+            assert torch.equal(grad, before)
+        elif grad.data_ptr() == found[-1][0].data_ptr():
+            assert layout == "contiguous"
+            again = torch.autograd.grad(out, inputs, before)  # what was kept is as it was
+            assert all(map(torch.equal, again, found[0]))
+        else:
+            assert layout != "contiguous" or kernels.find(gate) is None
+            assert torch.equal(grad, before)
+    assert all(map(torch.equal, *found))
 
 
 def test_a_remade_product_is_not_kept_and_its_layers_gradient_is_the_same_bit_for_bit():

@@ -35,7 +35,7 @@ def turn_off(path: str, patch: pytest.MonkeyPatch) -> None:
     if path in ("norms", "all"):
         patch.setattr("optune.models.decoder.rms_norm", plain_norm)
     if path in ("gate", "all"):
-        patch.setattr("optune.models.decoder.swiglu", lambda gate, up: F.silu(gate) * up)
+        patch.setattr("optune.models.decoder.swiglu", lambda gate, up, **_: F.silu(gate) * up)
     if path in ("remade", "all"):
         patch.setattr("optune.models.decoder.remaking", lambda *_: nullcontext())
     if path == "small parts":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 WATCHED = "torch.optim.optimizer"
-TRIAL_SIZE = 64 * 64
+TRIAL_SIZE = 2**15
 """Values of the largest parameter; an optimizer that has none larger is one that a tool tries out on stand-ins, or the
 own one of a norm's weight, which the others of the step make up for."""
 
