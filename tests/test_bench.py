@@ -73,11 +73,11 @@ import os, sys
 if "again" not in sys.argv:  # a tool may set the stage and start itself anew
     os.execv(sys.executable, [sys.executable, __file__, "again"])
 import torch
-tried = torch.nn.Parameter(torch.zeros(64, 64)); tried.grad = torch.ones(64, 64)
+tried = torch.nn.Parameter(torch.zeros(128, 128)); tried.grad = torch.ones(128, 128)
 for _ in range(3):
     torch.optim.SGD([tried], lr=1.0).step()
 held = torch.ones(64 * 2**18)  # 64 MiB
-parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (9000, 500, 8000)]
+parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (90000, 500, 80000)]
 optimizers = [torch.optim.AdamW([each], fused=True) for each in parameters]  # as torchtune steps in backward
 for step in range(9):
     for each, optimizer in zip(parameters, optimizers):
