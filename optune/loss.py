@@ -194,11 +194,16 @@ class _LateGradient:
         if not self.cuts.chunks:
             return grad_VD
         # Memory for all words alike: new memory would be made before the last one is freed.
-        sum_SD = _begin_sum(grad_VD[self.cuts.words[0]], self.cuts, self.softmax_N2.dtype)
-        buffer = self.hidden_ND.new_empty(self.cuts.most_rows(whole_chunks=True) * len(sum_SD))
+        first_SD = grad_VD[self.cuts.words[0]]
+        wide_SD = None if len(self.cuts.chunks) == 1 else _begin_sum(first_SD, self.cuts, self.softmax_N2.dtype)
+        buffer = self.hidden_ND.new_empty(self.cuts.most_rows(whole_chunks=True) * len(first_SD))
         for words in self.cuts.words:
-            self._sum_up(words, sum_SD[: words.stop - words.start], buffer)
-            grad_VD[words] = sum_SD[: words.stop - words.start].mul_(grad_total)
+            part_SD = grad_VD[words]
+            sum_SD = part_SD if wide_SD is None else wide_SD[: len(part_SD)]
+            self._sum_up(words, sum_SD, buffer)
+            sum_SD.mul_(grad_total)
+            if wide_SD is not None:
+                part_SD.copy_(sum_SD)
         return grad_VD
 
     def _sum_up(self, words: slice, sum_SD: Tensor, buffer: Tensor) -> None:

@@ -5,7 +5,8 @@ embedding are one weight, autograd keeps the head's gradient until the embedding
 end of backward, when all other gradients are alive as well. Here the head's gradient comes by the lookup, which adds
 its few rows to it. For autograd the weight has one use then, so its gradient is whole when it arrives.
 
-Shapes: B rows, T positions, N tokens, W different words among them, V vocabulary, D width.
+Shapes: B rows, T positions, N tokens, W different words among them, V vocabulary, D width, C some
+columns of it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from torch.overrides import has_torch_function
 
 from optune.shards import is_sharded
 from optune.types import Later, SharedHead
+
+COLUMNS = 256
+"""Features whose sums are made at a time: all of them would be the most that a step needs beside a large table."""
 
 
 def look_up(embedding: Any, tokens_BT: Tensor, head: nn.Module) -> Tensor:
@@ -87,8 +91,13 @@ def add_rows_(grad_VD: Tensor, tokens_BT: Tensor, grad_BTD: Tensor, padding_inde
     """
     words_W, place_N = tokens_BT.flatten().unique(return_inverse=True)
     wide = torch.promote_types(grad_VD.dtype, torch.float32)
-    grad_ND = grad_BTD.reshape(-1, grad_BTD.shape[-1]).to(wide)
-    sums_WD = torch.ops.aten.embedding_dense_backward(grad_ND, place_N, len(words_W), -1, False)
-    if padding_index >= 0:
-        sums_WD.masked_fill_((words_W == padding_index)[:, None], 0)
-    grad_VD.index_copy_(0, words_W, sums_WD.add_(grad_VD.index_select(0, words_W)).to(grad_VD.dtype))
+    grad_ND = grad_BTD.reshape(-1, grad_BTD.shape[-1])
+    for start in range(0, grad_ND.shape[1], COLUMNS):
+        columns = slice(start, start + COLUMNS)
+        sums_WC = torch.ops.aten.embedding_dense_backward(
+            grad_ND[:, columns].to(wide), place_N, len(words_W), -1, False
+        )
+        if padding_index >= 0:
+            sums_WC.masked_fill_((words_W == padding_index)[:, None], 0)
+        part_VC = grad_VD[:, columns]
+        part_VC.index_copy_(0, words_W, sums_WC.add_(part_VC.index_select(0, words_W)).to(grad_VD.dtype))
