@@ -38,12 +38,17 @@ def make_microbatch(seed: int = 0, *, weighted: bool = False) -> Microbatch:
     return Microbatch(tokens_BT, labels_BT, positions_BT, weights_BT=weights_BT, num_tokens=tokens_BT.numel())
 
 
-def differentiate(model: models.Decoder, microbatch: Microbatch, *, late: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
+def run_forward(model: models.Decoder, microbatch: Microbatch, *, late: bool) -> tuple[Tensor, SharedHead]:
     hidden_BTD = model.hidden(microbatch.tokens_BT)
     shared = SharedHead.of(hidden_BTD)
     assert shared is not None
     shared.later.is_wanted = late
+    return hidden_BTD, shared
+
+
+def differentiate(model: models.Decoder, microbatch: Microbatch, *, late: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    hidden_BTD, _ = run_forward(model, microbatch, late=late)
     value = next_token_loss(model, hidden_BTD, microbatch)
     (value * 0.37).backward()
     return value.detach(), {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
@@ -167,10 +172,7 @@ def test_neither_a_sum_over_chunks_nor_the_gradient_is_there_while_blocks_are_di
 
 def test_a_weight_that_was_changed_meanwhile_is_refused(tmp_path: Path) -> None:
     model = load_model(tmp_path / "m", torch.float32)
-    hidden_BTD = model.hidden(make_microbatch().tokens_BT)
-    shared = SharedHead.of(hidden_BTD)
-    assert shared is not None
-    shared.later.is_wanted = True
+    hidden_BTD, _ = run_forward(model, make_microbatch(), late=True)
     value = next_token_loss(model, hidden_BTD, make_microbatch())
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
@@ -180,10 +182,7 @@ def test_a_weight_that_was_changed_meanwhile_is_refused(tmp_path: Path) -> None:
 
 def test_what_it_is_made_from_is_let_go(tmp_path: Path) -> None:
     model = load_model(tmp_path / "m", torch.float32)
-    hidden_BTD = model.hidden(make_microbatch().tokens_BT)
-    shared = SharedHead.of(hidden_BTD)
-    assert shared is not None
-    shared.later.is_wanted = True
+    hidden_BTD, shared = run_forward(model, make_microbatch(), late=True)
     next_token_loss(model, hidden_BTD, make_microbatch()).backward()
     kept = weakref.ref(hidden_BTD), weakref.ref(shared)
     gc.disable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -61,15 +61,10 @@ class Planner:
         if self._cfg.device != "auto":
             distributed.read_device(self._cfg.device, count)
         keep_whole = optim.why_whole(self._cfg.optimizer_step)
-        if count == 1:
-            with distributed.start("cpu", **layout, keep_whole=keep_whole, use_memory=False) as self._processes:
-                yield
-            return
-        with (
-            pretend(count),
-            distributed.start("cpu", **layout, keep_whole=keep_whole, use_memory=False) as self._processes,
-        ):
-            distributed.check_model(self._config, self._processes.layout)
+        others = nullcontext() if count == 1 else pretend(count)
+        with others, distributed.start("cpu", **layout, keep_whole=keep_whole, use_memory=False) as self._processes:
+            if count > 1:
+                distributed.check_model(self._config, self._processes.layout)
             yield
 
     def _check_memory(self) -> None:
