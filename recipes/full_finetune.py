@@ -143,6 +143,8 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         optim.try_optimizer(model, **optimizer_settings(cfg), device=device, mesh=mesh)
 
         tokenizer, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
+        changed_files = tokenizer.changed_files
+        del tokenizer  # Rows are tokens now; a vocabulary takes memory.
         total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
         schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))
 
@@ -168,7 +170,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
             model=model,
             optimizer=optimizer,
             stepper=stepper,
-            write_model=partial(models.save, source=source, changed=tokenizer.changed_files, rank=processes.rank),
+            write_model=partial(models.save, source=source, changed=changed_files, rank=processes.rank),
             model_tensors=model.state_dict(),
             batches=batches,
             total_steps=total_steps,

@@ -146,6 +146,8 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         optim.try_optimizer(model, **optimizer_settings(cfg), device=device, mesh=mesh)
 
         tokenizer, batches, validation = make_batches(cfg, source, config, processes.data_size, processes.data_rank)
+        changed_files = tokenizer.changed_files
+        del tokenizer  # Rows are tokens now; a vocabulary takes memory.
         total_steps = train.count_steps(batches.steps_per_epoch, cfg.epochs, cfg.max_steps)
         schedule = optim.build_schedule(total_steps=total_steps, **schedule_keywords(cfg.schedule))
 
@@ -167,7 +169,7 @@ def main(cfg: Config, validate_only: bool = False) -> int:
         def write_adapter(tensors, folder):
             lora.save(model, folder, base=cfg.model.path, tensors=tensors, rank=processes.rank)
             if processes.is_main:
-                models.copy_companions(source, folder, tokenizer.changed_files)
+                models.copy_companions(source, folder, changed_files)
 
         with session.start(
             cfg.output_dir,

@@ -20,7 +20,7 @@ COMMANDS = sorted((ROOT / "tune_cli").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
-BASE = {"errors", "types", "files", "garbage", "hub", "idle_compiler", "kernels", "memory", "shards"}
+BASE = {"errors", "types", "files", "garbage", "hub", "idle_modules", "kernels", "memory", "shards"}
 """What every part of the library may import besides itself."""
 
 ALLOWED = {
@@ -32,7 +32,7 @@ ALLOWED = {
     "kernels": {"native"},
     "memory": {"native", "shards"},
     "native": {"files"},
-    "idle_compiler": set[str](),
+    "idle_modules": set[str](),
     "shards": {"errors", "files"},
     "config": {"errors"},
     "loss": BASE | {"cross_entropy"},

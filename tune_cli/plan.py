@@ -49,9 +49,9 @@ def run(words: list[str]) -> int:
 
 
 def _plan(parser: Parser, options: argparse.Namespace, others: list[str]) -> Result:
-    from optune import idle_compiler
+    from optune import idle_modules
 
-    idle_compiler.leave_out()
+    idle_modules.leave_out_compiler()
     request = read_request(parser, options, others)
 
     from tune_cli.planner import Planner

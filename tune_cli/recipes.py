@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from optune import idle_modules
 from optune.config.problems import suggest
 from optune.config.shipped import Shipped, list_configs, list_recipes
 from optune.errors import ConfigError, OptuneError
@@ -26,13 +27,15 @@ class Recipe:
     make_batches: Callable[..., Any] | None = None
 
 
-def load_recipe(reference: str) -> Recipe:
-    """The recipe behind a shipped name or the path of a `.py` file.
+def load_recipe(reference: str, *, allow_targets: Sequence[str] = ()) -> Recipe:
+    """The recipe behind a shipped name or the path of a `.py` file; `allow_targets` are packages whose code may run.
 
     Raises ConfigError where there is none, where its code cannot be read (file and line), or where it lacks `Config`
     or `main`.
     """
     path = find_recipe(reference)
+    if not reference.endswith(".py") and not allow_targets:  # None but our code will run.
+        idle_modules.leave_out_rules()
     module = _import_file(path)
     schema, main = getattr(module, "Config", None), getattr(module, "main", None)
     missing = [

@@ -132,13 +132,14 @@ def read_request(parser: Parser, options: argparse.Namespace, others: list[str])
     if options.config is None:
         parser.error("--config is missing")
     config = find_config(options.config)
-    return Request(load_recipe(others[0]), config, others[1:], options.allow_target)
+    recipe = load_recipe(others[0], allow_targets=options.allow_target)
+    return Request(recipe, config, others[1:], options.allow_target)
 
 
 def train(recipe: Recipe, cfg: Any) -> int:
     """Runs the recipe; a recipe that returns a number means an exit code."""
-    from optune import idle_compiler
+    from optune import idle_modules
 
-    idle_compiler.leave_out()  # also with `compile: true`: a CPU may have nothing left to compile
+    idle_modules.leave_out_compiler()  # also with `compile: true`: a CPU may have nothing left to compile
     result = recipe.main(cfg)
     return result if isinstance(result, int) else 0

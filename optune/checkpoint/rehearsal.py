@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from optune import files, idle_compiler, shards
+from optune import files, idle_modules, shards
 from optune.checkpoint.copying import find_tight_host
 from optune.checkpoint.folders import clear_leftovers, list_checkpoints
 from optune.checkpoint.manifest import check, count_bytes
@@ -185,7 +185,7 @@ def _step_copy(
     settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in settings.items()}
     copy = cast(Any, type(optimizer))([{**settings, "params": [probe]}])
     # torchao's would be compiled, which takes longer than the rehearsal.
-    with torch.random.fork_rng(), idle_compiler.tried(copy):
+    with torch.random.fork_rng(), idle_modules.tried(copy):
         copy.step()
     return copy
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optune import idle_compiler
+from optune import idle_modules
 from optune.errors import ConfigError
 
 Slices = list[tuple[dict[str, Any], list[Tensor]]]
@@ -113,7 +113,7 @@ def _run_probe(optimizer: Optimizer, *, by_parts: bool) -> dict[str, Any]:
     slices = [slice_groups(clone, part) for part in parts if part]
     # Stochastic rounding draws from the global generator, in the same order in both runs. Compiled optimizers are
     # tried uncompiled: the same arithmetic without a minute of compiling.
-    with torch.random.fork_rng(), idle_compiler.tried(clone):
+    with torch.random.fork_rng(), idle_modules.tried(clone):
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(1)
         for _ in range(PROBE_STEPS):

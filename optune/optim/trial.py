@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from optune import idle_compiler
+from optune import idle_modules
 from optune.errors import ConfigError
 from optune.optim.build import build_optimizer
 from optune.optim.masters import filled
@@ -66,7 +66,7 @@ def try_optimizer(
     )
     # Compiled optimizers are tried uncompiled: the same arithmetic without a minute of compiling. Those that round
     # stochastically draw from the global generator.
-    with torch.random.fork_rng(), idle_compiler.tried(optimizer), filled(stand_ins, optimizer):
+    with torch.random.fork_rng(), idle_modules.tried(optimizer), filled(stand_ins, optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optune import idle_compiler, train
+from optune import idle_modules, train
 from optune.distributed import Processes
 from optune.loss import Loss
 from optune.optim import filled, named_optimizer_parameters
@@ -133,7 +133,7 @@ def _watch(task: Task, layers: int) -> Account:
         if any(map(is_compiled, model.modules())):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         else:
-            stack.enter_context(idle_compiler.tried(optimizer))
+            stack.enter_context(idle_modules.tried(optimizer))
         stack.enter_context(mode)
         with Tracker(tracker.answer), filled(model.named_parameters(), optimizer):
             _make_state(optimizer)
