@@ -1,7 +1,8 @@
 """Native kernels for CPUs: what a step does between its matrix products, in one pass over memory each.
 
-They are compiled on the machine that uses them, once, in three seconds. Without a compiler, on other devices and for
-other dtypes there are none; torch's own operations do the work then, with the same results to rounding.
+They come with an installation, or are compiled on the machine that uses them, once, in three seconds. Without both, on
+other devices and for other dtypes there are none; torch's own operations do the work then, with the same results to
+rounding.
 """
 
 from __future__ import annotations
@@ -123,8 +124,12 @@ def _load() -> ctypes.CDLL | NoLibraryError:
     with _lock:
         if _library is None:
             try:
-                path, _made_by = make_kernels()
-                _library = _open(str(path))
+                try:
+                    path, _made_by = make_kernels()
+                    _library = _open(str(path))
+                except OSError:  # Those that were installed want newer system libraries.
+                    path, _made_by = make_kernels(anew=True)
+                    _library = _open(str(path))
                 _kernels.update({dtype: Kernels(_library, suffix) for dtype, suffix in _SUFFIXES.items()})
             except (NoLibraryError, OSError) as error:
                 _library = error if isinstance(error, NoLibraryError) else NoLibraryError(str(error))

@@ -370,6 +370,27 @@ def start(**environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+UNUSABLE = """
+import sys
+from pathlib import Path
+from optune.native import build
+build.BUILT = Path(sys.argv[1])
+(build.BUILT / build.BUILT_BY).write_text("another one")
+(build.BUILT / build._name_built(build.find_level())).write_bytes(b"for another system")
+import torch
+from optune import kernels
+print(kernels.is_ready(), kernels.describe())
+"""
+
+
+@pytest.mark.usefixtures("native")
+def test_installed_kernels_that_cannot_be_loaded_are_compiled_here(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNUSABLE, str(tmp_path)], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert done.stdout.startswith("True native, by ") and "another one" not in done.stdout
+
+
 @pytest.mark.slow
 def test_without_a_compiler_torch_does_the_work_and_it_is_told(tmp_path: Path) -> None:
     for environment, why in [
@@ -403,6 +424,30 @@ def test_a_compiler_may_have_arguments_and_say_nothing_of_itself(
     monkeypatch.setenv("CXX", "'g++")
     with pytest.raises(build.NoLibraryError, match="cannot be read"):
         build.make_kernels()
+
+
+def test_installed_kernels_need_no_compiler_and_give_way_to_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = tmp_path / "built"
+    built.mkdir()
+    monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "BUILT", built)
+    monkeypatch.setattr(build, "COMPILERS", [str(make_compiler(tmp_path / "c++"))])
+    build.build(built, [build.find_level()])
+    monkeypatch.setattr(build, "COMPILERS", [])
+    path, made_by = build.make_kernels()
+    assert path.parent == built and path.exists() and made_by == "tiny 1.0"
+    with pytest.raises(build.NoLibraryError, match="no C\\+\\+ compiler"):
+        build.make_kernels(anew=True)
+    monkeypatch.setenv("CXX", str(make_compiler(tmp_path / "other", says="echo other 2.0")))
+    path, made_by = build.make_kernels()
+    assert path.parent == tmp_path / "cache" / "kernels" and made_by == "other 2.0"
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(build, "KERNEL_FLAGS", [*build.KERNEL_FLAGS, "-g"])
+    with pytest.raises(build.NoLibraryError, match="no C\\+\\+ compiler"):
+        build.make_kernels()  # The installed ones were made otherwise.
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,6 +510,7 @@ def test_the_compiler_is_asked_for_its_version_once_for_both_libraries(
 @pytest.mark.usefixtures("native")
 def test_they_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "BUILT", tmp_path / "none")
     build.start_making()
     path, _ = build.make_kernels()  # waits for the one in the background
     made = path.stat().st_mtime_ns

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import platform
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from optune.native import build
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,6 +28,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.whl")
     return built
+
+
+def has_compiler() -> bool:
+    try:
+        build._find_compiler()
+    except build.NoLibraryError:
+        return False
+    return sys.platform.startswith("linux") and platform.machine() == "x86_64"
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +95,70 @@ def test_ls_and_cp_work_from_the_wheel_as_from_the_checkout(installed: Path, tmp
         copied = optune(installed, tmp_path, "cp", name, str(destination))
         assert copied.returncode == 0, copied.stderr
         assert destination.read_bytes() == (ROOT / source).read_bytes()
+
+
+@pytest.mark.skipif(not has_compiler(), reason="kernels are compiled on x86-64 Linux with a C++ compiler")
+def test_wheel_brings_kernels_for_every_level_and_a_machine_without_compiler_uses_its_own(
+    wheel: Path, installed: Path, tmp_path: Path
+) -> None:
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    names = {path.name for path in (installed / "optune" / "native" / "built").iterdir()}
+    assert names == {*map(build._name_built, build.LEVELS), build.BUILT_BY}
+    if build.find_level() not in build.LEVELS:
+        return
+    program = "from optune import kernels; print(kernels.is_ready(), kernels.describe())"
+    environment = os.environ | {"PYTHONPATH": str(installed), "PATH": "/nowhere", "OPTUNE_CACHE": str(tmp_path)}
+    environment.pop("CXX", None)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch; {program}"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("True native, by ") and not list(tmp_path.iterdir())
+
+
+class App:
+    """Hatchling's, of which a hook needs the warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def display_warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def hook(app: App) -> Any:
+    sys.path.insert(0, str(ROOT))
+    try:
+        kind = importlib.import_module("hatch_build").KernelsHook
+    finally:
+        sys.path.remove(str(ROOT))
+    return kind(str(ROOT), {}, None, None, "", "wheel", app)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="kernels are compiled on x86-64 Linux with a C++ compiler")
+def test_an_editable_installation_has_the_kernels_of_its_machine_beside_their_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    (tmp_path / "built").mkdir()
+    (tmp_path / "built" / "old.so").touch()
+    data: dict[str, Any] = {"force_include": {}}
+    making = hook(App())
+    making.initialize("editable", data)
+    making.finalize("editable", data, "")
+    assert data == {"force_include": {}} and not making.folder.exists()
+    names = {path.name for path in (tmp_path / "built").iterdir()}
+    assert names == {build._name_built(build.find_level()), build.BUILT_BY}
+    assert build.make_kernels()[0].parent == tmp_path / "built"
+
+
+def test_where_nothing_can_be_compiled_the_wheel_goes_without_kernels_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    app, data = App(), {"force_include": {}}
+    making = hook(app)
+    making.initialize("standard", data)
+    making.finalize("standard", data, "")
+    assert data == {"force_include": {}} and not making.folder.exists()
+    assert len(app.warnings) == 1 and "CXX=/nowhere/c++ not found" in app.warnings[0]

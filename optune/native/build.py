@@ -1,5 +1,9 @@
-"""Compiles native libraries for this very machine, once: they lie in the user's cache, under names that say what they
-were made from. Imports nothing of torch, so that it can run while torch is imported."""
+"""Compiles the native libraries. Imports nothing of torch, so that it can run while torch is imported.
+
+An installation of optune brings kernels for each level of processors in `built/`, where a compiler was at hand when it
+was made (`hatch_build.py`). What it does not bring is compiled on the machine that needs it, once, and lies in the
+user's cache. Both have names that say what they were made from.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,16 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
 from optune import files
 
 FOLDER = Path(__file__).parent
+BUILT = FOLDER / "built"
+BUILT_BY = "compiler.txt"
+"""In `BUILT`: the name and version of the compiler."""
 SWITCH = "OPTUNE_KERNELS"
 """Set to 0 in the environment, it turns them off."""
 MEMORY_SWITCH = "OPTUNE_MEMORY"
@@ -32,14 +40,33 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-fPIC", "-std=c++17")
 KERNELS = ("kernels.cpp", "attention.cpp", "head.cpp")
 KERNEL_FLAGS = (
-    "-O3", "-march=native", "-fopenmp",
+    "-O3", "-fopenmp",
     "-fno-math-errno", "-fno-trapping-math",  # which change no result
     "-fno-strict-aliasing",  # two bf16 numbers are also read as one word
 )  # fmt: skip
-WIDE = "-mprefer-vector-width=512"
 MEMORY = ("memory.cpp",)
 MEMORY_FLAGS = ("-O2",)
 TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Level:
+    """Processors that have the same code: what the compiler is told of them, and what they say of themselves."""
+
+    flags: tuple[str, ...]
+    features: frozenset[str]
+
+
+_V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
+_V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
+_WIDE = "-mprefer-vector-width=512"
+LEVELS = (
+    Level(("-march=x86-64-v4", "-mavx512bf16", _WIDE), _V4 | {"avx512_bf16"}),
+    Level(("-march=x86-64-v4", _WIDE), _V4),
+    Level(("-march=x86-64-v3",), _V3),
+)
+"""Of x86-64, from the most able on."""
+
 _lock, _asking = threading.Lock(), threading.Lock()
 
 
@@ -58,39 +85,65 @@ def start_making() -> None:
         threading.Thread(target=make, args=(make_one,), name="optune_native", daemon=True).start()
 
 
-def make_kernels() -> tuple[Path, str]:
-    """The path of the compiled kernels, and the compiler's name and version. Raises NoLibraryError."""
-    flags = [*KERNEL_FLAGS, *([WIDE] if "avx512f" in _cpu_flags() else [])]
+def make_kernels(*, anew: bool = False) -> tuple[Path, str]:
+    """The path of the compiled kernels, and the compiler's name and version: of those that were installed, unless they
+    are wanted `anew`, or `CXX` names a compiler. Raises NoLibraryError."""
+    _check_allowed(SWITCH)
+    level = find_level()
+    built = BUILT / _name_built(level)
+    if built.exists() and not anew and not os.environ.get("CXX"):
+        return built, (BUILT / BUILT_BY).read_text()
     # Without a runtime of OpenMP: that of torch serves, whose threads are there already.
-    return _make(SWITCH, KERNELS, flags, [], _cpu_flags())
+    return _make(KERNELS, [*KERNEL_FLAGS, *level.flags], [], " ".join(sorted(level.features)))
+
+
+def find_level() -> Level:
+    """That of this machine; one of its own where it is below all others, or no x86-64."""
+    features = frozenset(_cpu_flags().split())
+    known = LEVELS if platform.machine() == "x86_64" else ()
+    return next((level for level in known if level.features <= features), Level(("-march=native",), features))
+
+
+def build(folder: Path, levels: Sequence[Level]) -> None:
+    """Compiles the kernels for an installation: into `folder`, whose content belongs in `BUILT`. Raises
+    NoLibraryError."""
+    compiler = _find_compiler()
+    version = _run([*compiler, "--version"]).partition("\n")[0]
+    for level in levels:
+        _compile(compiler, [*FLAGS, *KERNEL_FLAGS, *level.flags], KERNELS, [], folder / _name_built(level))
+    (folder / BUILT_BY).write_text(version)
+
+
+def _name_built(level: Level) -> str:
+    return f"{_hash([*_read_sources(KERNELS), *FLAGS, *KERNEL_FLAGS, *level.flags, platform.machine()])}.so"
 
 
 def make_memory() -> tuple[Path, str]:
     """The path of the compiled allocator, which torch can be given, and the compiler's name and version. Raises
     NoLibraryError."""
     torch = importlib.util.find_spec("torch")
+    _check_allowed(MEMORY_SWITCH)
     folders = torch.submodule_search_locations if torch is not None else None
     if not folders:
         raise NoLibraryError("torch is not installed in a folder")
     folder = Path(folders[0])
     flags = [*MEMORY_FLAGS, f"-I{folder / 'include'}"]
-    return _make(MEMORY_SWITCH, MEMORY, flags, [f"-L{folder / 'lib'}", "-lc10"], (folder / "version.py").read_text())
+    return _make(MEMORY, flags, [f"-L{folder / 'lib'}", "-lc10"], (folder / "version.py").read_text())
 
 
-def _make(
-    switch: str, sources: Sequence[str], own_flags: list[str], link: list[str], depends_on: str
-) -> tuple[Path, str]:
+def _check_allowed(switch: str) -> None:
     if os.environ.get(switch) == "0":
         raise NoLibraryError(f"{switch}=0")
     if not sys.platform.startswith("linux"):
         raise NoLibraryError(f"they are not built on {platform.system()}")
+
+
+def _make(sources: Sequence[str], own_flags: list[str], link: list[str], depends_on: str) -> tuple[Path, str]:
     compiler = _find_compiler()
-    with _asking:  # both libraries are made at the same time
+    with _asking:  # both libraries may be made at the same time
         version = _version_of(tuple(compiler), Path(compiler[0]).stat().st_mtime_ns)
     flags = [*FLAGS, *own_flags]
-    texts = [path.read_text() for path in sorted(FOLDER.glob("*.h")) + [FOLDER / name for name in sources]]
-    parts = [*texts, *flags, *link, *compiler, version, platform.machine(), depends_on]
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    name = _hash([*_read_sources(sources), *flags, *link, *compiler, version, platform.machine(), depends_on])
     folder = _cache_folder()
     path = folder / f"{name}.so"
     with _alone(folder / f"{name}.lock") as is_alone:
@@ -99,6 +152,14 @@ def _make(
                 _remove_left_over(path)
             _compile(compiler, flags, sources, link, path)
     return path, version
+
+
+def _read_sources(names: Sequence[str]) -> list[str]:
+    return [path.read_text() for path in sorted(FOLDER.glob("*.h")) + [FOLDER / name for name in names]]
+
+
+def _hash(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _find_compiler() -> list[str]:
@@ -192,7 +253,7 @@ def _run(words: list[str], folder: Path | None = None) -> str:
 
 
 def _cpu_flags() -> str:
-    """What `-march=native` depends on: a cache may be shared by machines."""
+    """What this machine's processor says that it can do."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
