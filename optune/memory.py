@@ -41,16 +41,17 @@ def touch_ahead(size: int) -> None:
     """Has the system provide `size` more bytes of memory, beside what goes on here: half a second a GiB, which the
     first step would wait for. Only for what the range is sure to need."""
     if library := _in_use():
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-            trim(ctypes.c_size_t(0))  # What the start has freed outside of the range goes back.
         touch = library.touch_memory_ahead
         threading.Thread(target=touch, args=(ctypes.c_size_t(size),), name="optune-memory", daemon=True).start()
 
 
 def give_back() -> None:
-    """The system has the memory of freed tensors again, which the range keeps for the next ones."""
+    """The system has the memory of freed tensors again, which the range keeps for the next ones, and what the heap of
+    this process can spare."""
     if library := _in_use():
         library.give_back_memory()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(ctypes.c_size_t(0))
 
 
 def measure() -> tuple[int, int]:

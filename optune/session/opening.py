@@ -84,6 +84,7 @@ def start(
         for note in notes:
             checkpoint.say_on_stderr(note)  # and so to log.txt
         parameters = dict(model.named_parameters())
+        memory.give_back()  # What the start alone needed is nothing that training adds to.
         check = MemoryCheck(predict, model, optimizer, processes)
         if processes.world_size == 1 and processes.device.type == "cpu":
             memory.touch_ahead(checkpoint.estimate_state_bytes(optimizer))
@@ -143,7 +144,6 @@ def start(
         )
         yield run
         run.publish()
-    memory.give_back()  # This process may go on: to the next run of a grid, in a notebook.
 
 
 def _open_folder(output_dir: str, config_yaml: str, resume: str | None, processes: Processes) -> run_folder.RunFolder:

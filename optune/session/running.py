@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from optune import checkpoint, files, metrics, optim, run_folder
+from optune import checkpoint, files, memory, metrics, optim, run_folder
 from optune.distributed import Processes
 from optune.errors import TrainingError
 from optune.session.hearing import Hearing
@@ -216,6 +216,7 @@ class Session:
     def publish(self) -> None:
         """Waits for the last checkpoint and, where the run is complete, makes the result of it."""
         newest = self._saver.wait() or self._resume_from
+        memory.give_back()  # The forecast and the plot have room now; and this process may go on after the run.
         written_s = [report.write_s for report in self._saver.reports]
         where: dict[str, object] = {}
         where |= {"predicted": None, "saving": metrics.describe_saves(written_s, self._stalls_s)}

@@ -4,7 +4,6 @@ A cell is ROWSxLENGTHxACCUMULATION. First each shape has a step that is not time
 then all cells take turns, up one round and down the next, until the time is over. One whole round is always made.
 """
 
-import ctypes
 import gc
 import json
 import statistics
@@ -64,7 +63,6 @@ def _count_memory(workload: Workload, rows: int, length: int, count: int) -> dic
     microbatches = workload.make_microbatches(rows, length, count)
     gc.collect()
     memory.give_back()
-    ctypes.CDLL(None).malloc_trim(0)
     resettable = _reset_largest_resident()
     with LiveBytes() as live:
         workload.step(microbatches)
