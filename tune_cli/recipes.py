@@ -10,7 +10,6 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from optune import idle_modules
 from optune.config.problems import suggest
 from optune.config.shipped import Shipped, list_configs, list_recipes
 from optune.errors import ConfigError, OptuneError
@@ -35,6 +34,8 @@ def load_recipe(reference: str, *, allow_targets: Sequence[str] = ()) -> Recipe:
     """
     path = find_recipe(reference)
     if not reference.endswith(".py") and not allow_targets:  # None but our code will run.
+        from optune import idle_modules
+
         idle_modules.leave_out_rules()
     module = _import_file(path)
     schema, main = getattr(module, "Config", None), getattr(module, "main", None)

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from optune.optim.stash.choose import frees_gradients
 from optune.plan.formulas import Shape, block_parameters
 
 SELECTIVE = 0.05
@@ -49,7 +50,7 @@ class Current:
     @property
     def postpones_head(self) -> bool:
         """As `passes.Work` decides it; of `auto` it is not known."""
-        frees = self.step == "in_backward" and self.waiting in ("none", "two_pass", "alias")
+        frees = self.step == "in_backward" and frees_gradients(self.waiting)
         in_one = self.microbatches == 1 and self.accumulation == "depth_first"
         return self.trains_shared_head and frees and in_one and self.checkpointing == "block"
 

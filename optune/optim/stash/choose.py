@@ -18,7 +18,14 @@ from optune.optim.stepper import SkipCounter
 from optune.optim.update import Update
 from optune.shards import is_offloaded
 
-POLICIES = ("auto", "hold", "cpu", "alias", "factored", "two_pass")
+STASHES: dict[str, type[Stash]] = {
+    "hold": HoldStash,
+    "cpu": HostStash,
+    "alias": AliasStash,
+    "factored": FactoredStash,
+    "two_pass": TwoPassStash,
+}
+POLICIES = ("auto", *STASHES)
 WORTHWHILE = 0.5
 """`auto` takes factors when they hold at most this part of what gradients would: their matrix products cost time."""
 
@@ -29,6 +36,12 @@ class Choice:
 
     policy: str
     reason: str
+
+
+def frees_gradients(policy: str) -> bool:
+    """Whether gradients are gone before backward ends: with a policy, or `none` where nobody waits for the norm. False
+    for `auto`, which is not decided yet."""
+    return (STASHES | {"none": NoStash}).get(policy, HoldStash).frees_gradients
 
 
 def make_stash(
