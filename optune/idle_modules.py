@@ -59,17 +59,23 @@ def leave_out_compiler() -> None:
 
 def leave_out_rules() -> None:
     """Imports torch without its rules of shapes, which are imported when they are needed. Where torch has been imported
-    nothing changes.
+    nothing changes; where it cannot be, whoever imports it next is told.
 
     Only for code that is known: on the meta device, outside of a mode of fake tensors, an operation that needs a rule
     raises NotImplementedError until they are there.
     """
     with _lock:
-        if "torch" in sys.modules or not version("torch").startswith(TRIED):
+        if "torch" in sys.modules:
             return
-        sys.modules[RULES] = _StandIn(RULES)
-        sys.meta_path.insert(0, _Before(RULES, BESIDE_RULES))
-        torch: Any = importlib.import_module("torch")
+        try:
+            if not version("torch").startswith(TRIED):
+                return
+            sys.modules[RULES] = _StandIn(RULES)
+            sys.meta_path.insert(0, _Before(RULES, BESIDE_RULES))
+            torch: Any = importlib.import_module("torch")
+        except Exception:
+            _forget(RULES)
+            return
         mode: Any = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
         # What comes with the rules and is no rule: without its metaclass there is no torch.Generator.
         torch._C._set_generator_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
@@ -101,14 +107,16 @@ def is_left_out(name: str) -> bool:
 def _import(name: str) -> ModuleType:
     """The real one."""
     with _lock:
-        if is_left_out(name):
-            del sys.modules[name]
-            sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_before(finder, name)]
+        _forget(name)
     return importlib.import_module(name)
 
 
-def _is_before(finder: Any, name: str) -> bool:
-    return isinstance(finder, _Before) and finder.name == name
+def _forget(name: str) -> None:
+    """The stand-in, where there is one."""
+    if is_left_out(name):
+        del sys.modules[name]
+        others = (finder for finder in sys.meta_path if not (isinstance(finder, _Before) and finder.stand_in == name))
+        sys.meta_path[:] = others
 
 
 class _StandIn(ModuleType):
@@ -145,15 +153,15 @@ def _left_alone(fn: Callable[..., Any], recursive: bool, options: dict[str, Any]
 
 
 class _Before(MetaPathFinder):
-    """Has the real module of `name` imported before any module of `packages`, which it would have been."""
+    """Has the real module of a stand-in imported before any module of `packages`, which it would have been."""
 
-    def __init__(self, name: str, packages: Sequence[str]) -> None:
-        self.name, self.packages = name, packages
+    def __init__(self, stand_in: str, packages: Sequence[str]) -> None:
+        self.stand_in, self.packages = stand_in, packages
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname == SETTINGS or not any(f"{fullname}.".startswith(f"{package}.") for package in self.packages):
             return None
-        _import(self.name)
+        _import(self.stand_in)
         if (module := sys.modules.get(fullname)) is None:
             return None
         # Python asks a module that came meanwhile for its own spec, and would run its code a second time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -180,3 +181,16 @@ def test_the_rules_of_shapes_come_when_somebody_needs_them_and_training_does_not
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
+
+
+def test_a_torch_that_cannot_be_imported_is_told_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch.so: not for this machine')")
+    words = ["full_finetune", "--config", "tiny/full"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tune_cli.main", "run", *words],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "error: " in done.stderr and "ImportError: libtorch.so: not for this machine" in done.stderr
+    assert "Traceback" not in done.stderr
