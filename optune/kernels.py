@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,16 @@ _made_by = ""
 _is_off = False
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor whose strides a kernel is told."""
+
+    tensor: Tensor
+
+
 class Kernels:
     """The kernels of one dtype. Each method is a function of `optune/native`, where its arguments are described;
-    tensors are contiguous, the number of threads is torch's."""
+    tensors are contiguous, but for a `Matrix`; the number of threads is torch's."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         self._library, self._suffix = library, suffix
@@ -54,13 +62,15 @@ class Kernels:
         return self.__dict__[name]
 
 
-def _call(function: Any, *arguments: Tensor | float | int | None) -> None:
-    if any(isinstance(argument, FakeTensor) for argument in arguments):
+def _call(function: Any, *arguments: Tensor | Matrix | float | int | None) -> None:
+    if any(isinstance(getattr(argument, "tensor", argument), FakeTensor) for argument in arguments):
         return  # There is nothing to compute.
     function(*map(_convert, arguments), ctypes.c_int64(torch.get_num_threads()))
 
 
-def _convert(argument: Tensor | float | int | None) -> Any:
+def _convert(argument: Tensor | Matrix | float | int | None) -> Any:
+    if isinstance(argument, Matrix):
+        return ctypes.c_void_p(argument.tensor.data_ptr())
     if isinstance(argument, Tensor):
         if not argument.is_contiguous():
             raise ValueError(f"a kernel was given a tensor of strides {argument.stride()} for {tuple(argument.shape)}")

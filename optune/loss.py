@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
-from optune import cross_entropy, kernels
+from optune import cross_entropy, products
 from optune.cross_entropy import Words, accumulation_dtype
 from optune.types import IGNORE, Later, Microbatch, SharedHead
 
@@ -260,20 +260,16 @@ def _pad_rows(hidden_ND: Tensor) -> Tensor:
 def _add_product_(
     sum_VD: Tensor, grad_logits_CV: Tensor, hidden_CD: Tensor, words: list[slice], *, is_first: bool
 ) -> None:
-    """Adds grad_logitsᵀ · hidden to `sum_VD`, or begins it. A native kernel makes the product in the wider sum itself;
-    torch's, of some `words` at a time, is rounded first, and made in parts: whole, it and its wider copy would be read
-    from main memory."""
+    """Adds grad_logitsᵀ · hidden to `sum_VD`, or begins it. A native kernel makes the product in the sum itself;
+    torch's, of some `words` at a time, is rounded before a wider sum, and made in parts: whole, it and its wider copy
+    would be read from main memory."""
+    if products.add_product(sum_VD, grad_logits_CV.T, hidden_CD, begins=is_first):
+        return
     if sum_VD.dtype == hidden_CD.dtype:
         for some in words:
             sum_VD[some].addmm_(grad_logits_CV[:, some].T, hidden_CD, beta=0 if is_first else 1)
         return
-    rows, width = hidden_CD.shape
-    native = kernels.find(grad_logits_CV, hidden_CD)
-    if native is not None and native.has("add_outer_products") and width % 16 == 0:
-        packed = torch.empty((rows + 1) // 2, width, dtype=torch.int32)
-        native.add_outer_products(sum_VD, grad_logits_CV, hidden_CD, packed, rows, *sum_VD.shape, int(is_first))
-        return
-    size = cross_entropy.PART_ON_CPU // width if sum_VD.device.type == "cpu" else len(sum_VD)
+    size = cross_entropy.PART_ON_CPU // hidden_CD.shape[1] if sum_VD.device.type == "cpu" else len(sum_VD)
     for some in words:
         sum_SD, grad_logits_CS = sum_VD[some], grad_logits_CV[:, some]
         for part in cross_entropy.cut(len(sum_SD), size):

@@ -20,7 +20,7 @@ COMMANDS = sorted((ROOT / "tune_cli").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
-BASE = {"errors", "types", "files", "garbage", "hub", "idle_modules", "kernels", "memory", "shards"}
+BASE = {"errors", "types", "files", "garbage", "hub", "idle_modules", "kernels", "memory", "products", "shards"}
 """What every part of the library may import besides itself."""
 
 ALLOWED = {
@@ -30,6 +30,7 @@ ALLOWED = {
     "garbage": set[str](),
     "hub": set[str](),
     "kernels": {"native"},
+    "products": {"kernels", "native"},
     "memory": {"native", "shards"},
     "native": {"files"},
     "idle_modules": set[str](),

@@ -62,7 +62,7 @@ class Planner:
             distributed.read_device(self._cfg.device, count)
         keep_whole = optim.why_whole(self._cfg.optimizer_step)
         others = nullcontext() if count == 1 else pretend(count)
-        with others, distributed.start("cpu", **layout, keep_whole=keep_whole, use_memory=False) as self._processes:
+        with others, distributed.start("cpu", **layout, keep_whole=keep_whole, computes=False) as self._processes:
             if count > 1:
                 distributed.check_model(self._config, self._processes.layout)
             yield

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from optune import errors, memory
+from optune import errors, memory, products
 from optune.distributed.devices import find_device
 from optune.distributed.layout import Layout, divide
 from optune.errors import ConfigError, OptuneError
@@ -159,10 +159,12 @@ class Processes:
             self.barrier()
 
 
-def _use_memory(device: torch.device) -> None:
+def _computing(device: torch.device, computes: bool) -> AbstractContextManager[None]:
     """Beside a GPU, host memory is what drivers pin and copy from: torch's own."""
-    if device.type == "cpu":
-        memory.use()
+    if not computes or device.type != "cpu":
+        return nullcontext()
+    memory.use()
+    return products.native()
 
 
 @contextmanager
@@ -175,14 +177,15 @@ def start(
     offload: bool = False,
     timeout_s: int = 600,
     keep_whole: str | None = None,
-    use_memory: bool = True,
+    computes: bool = True,
 ) -> Iterator[Processes]:
     """Joins the processes that a launcher started, for as long as the context lasts.
 
     - `shard`, `replicate`, `tensor`, `offload`: how the model is divided and where it lies, see `Layout`; `keep_whole`:
       why it cannot be divided. Offload is FSDP2's: one process then makes a group of its own.
     - `timeout_s`: how long a process waits for one that does not answer before it ends with an error.
-    - `use_memory`: whether tensors on a CPU lie in the range of `optune.memory` from here on.
+    - `computes`: whether more is done than planning. Tensors on a CPU lie in the range of `optune.memory` from here on,
+      and their products are made by `optune.products` in the context.
 
     Raises ConfigError where the device is not there, or where the layout does not fit the number of processes.
     """
@@ -190,9 +193,8 @@ def start(
     layout = divide(world_size, shard=shard, replicate=replicate, tensor=tensor, offload=offload, keep_whole=keep_whole)
     if world_size == 1 and not offload:
         found = find_device(device)
-        if use_memory:
-            _use_memory(found)
-        yield Processes(found, layout=layout)
+        with _computing(found, computes):
+            yield Processes(found, layout=layout)
         return
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -202,27 +204,28 @@ def start(
             f"is true, and torch's FSDP2, which does it, knows no {found.type}", where="parallel.offload",
             hint="use parallel.offload=false",
         )  # fmt: skip
-    if use_memory:
-        _use_memory(found)
-    if found.type == "cuda":
-        torch.cuda.set_device(found)
-    # Counts and flags go over gloo also beside GPUs: they must not wait for what is queued there.
-    backend = "gloo" if found.type == "cpu" else "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=timeout_s)
-    is_ours = not torch.distributed.is_initialized()  # a program that joined by itself keeps its group
-    if is_ours:
-        store = _find_store(rank, world_size, timeout)
-        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    try:
-        file_timeout = max(timeout, timedelta(seconds=FILE_TIMEOUT_S))
-        file_group = None
-        if world_size > 1:
-            file_group = torch.distributed.new_group(backend="gloo" if is_ours else None, timeout=file_timeout)
-        mesh = make_mesh(found, layout, timeout)
-        yield Processes(found, rank, world_size, layout, mesh, local_rank, local_size, cast(Any, file_group))
-    finally:
+    with _computing(found, computes):
+        if found.type == "cuda":
+            torch.cuda.set_device(found)
+        # Counts and flags go over gloo also beside GPUs: they must not wait for what is queued there.
+        backend = "gloo" if found.type == "cpu" else "cpu:gloo,cuda:nccl"
+        timeout = timedelta(seconds=timeout_s)
+        is_ours = not torch.distributed.is_initialized()  # a program that joined by itself keeps its group
         if is_ours:
-            torch.distributed.destroy_process_group()
+            store = _find_store(rank, world_size, timeout)
+            torch.distributed.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
+        try:
+            file_timeout = max(timeout, timedelta(seconds=FILE_TIMEOUT_S))
+            file_group = None
+            if world_size > 1:
+                file_group = torch.distributed.new_group(backend="gloo" if is_ours else None, timeout=file_timeout)
+            mesh = make_mesh(found, layout, timeout)
+            yield Processes(found, rank, world_size, layout, mesh, local_rank, local_size, cast(Any, file_group))
+        finally:
+            if is_ours:
+                torch.distributed.destroy_process_group()
 
 
 def _find_store(rank: int, world_size: int, timeout: timedelta) -> Any:

@@ -38,7 +38,7 @@ MEMORY_SWITCH = "OPTUNE_MEMORY"
 """Likewise: torch's own memory is used then."""
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-fPIC", "-std=c++17")
-KERNELS = ("kernels.cpp", "attention.cpp", "head.cpp")
+KERNELS = ("kernels.cpp", "attention.cpp", "matrices.cpp")
 KERNEL_FLAGS = (
     "-O3", "-fopenmp",
     "-fno-math-errno", "-fno-trapping-math",  # which change no result
@@ -252,10 +252,20 @@ def _run(words: list[str], folder: Path | None = None) -> str:
     return done.stdout
 
 
+def is_amd_without_tiles() -> bool:
+    """Whether the processor is AMD's and has no tiles of matrices (AMX), which torch's libraries use."""
+    return _ask_processor("vendor_id") == "AuthenticAMD" and "amx_tile" not in _cpu_flags().split()
+
+
 def _cpu_flags() -> str:
     """What this machine's processor says that it can do."""
+    return _ask_processor("flags", "Features")
+
+
+def _ask_processor(*names: str) -> str:
+    """The first of these lines that the system has about it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
+            if line.startswith(names):
                 return line.partition(":")[2].strip()
     return ""

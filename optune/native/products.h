@@ -11,6 +11,9 @@
 
 namespace {
 
+const int64_t GROUP = 8;     // rows that are multiplied together with
+const int64_t COLUMNS = 32;  // so many columns: of all shapes tried, none comes nearer to the peak in fp32
+
 // The words that products of a number's type take.
 template <class Number>
 struct Words;
@@ -27,6 +30,9 @@ struct Words<bf16> {
   static const int64_t NUMBERS = 2;
 };
 
+template <class Number>
+using Word = typename Words<Number>::Word;
+
 inline __m512 spread(float word) { return _mm512_set1_ps(word); }
 inline __m512 load(const float* words) { return _mm512_loadu_ps(words); }
 inline __m512 add_product(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
@@ -39,7 +45,30 @@ inline __m512 add_product(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dp
 
 #endif
 
-inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+inline int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+inline int64_t round_up(int64_t count, int64_t to) { return parts_of(count, to) * to; }
+
+inline __mmask16 first_lanes(int64_t count) {
+  return count >= 16 ? (__mmask16)0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : (__mmask16)0;
+}
+
+// Rows become columns: each stage swaps one binary digit of a row's number with that of a lane.
+inline void transpose(__m512i (&x)[16]) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#pragma GCC unroll 4
+  for (int digit = 1; digit < 16; digit *= 2) {
+    __mmask16 is_set = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(digit));
+    __m512i low = _mm512_mask_add_epi32(lane, is_set, lane, _mm512_set1_epi32(16 - digit));
+    __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(digit));
+    for (int i = 0; i < 16; i++)
+      if (!(i & digit)) {
+        __m512i first = x[i], second = x[i + digit];
+        x[i] = _mm512_permutex2var_epi32(first, low, second);
+        x[i + digit] = _mm512_permutex2var_epi32(first, high, second);
+      }
+  }
+}
 
 // sum[m][n] += over k: the word a[m * a_row + k * a_step] times the 16 words at b + k * b_step + n * b_column; at least
 // one step.

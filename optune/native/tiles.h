@@ -9,11 +9,6 @@ namespace {
 
 const int64_t STRIP = 64;  // keys are packed in whole strips
 const int64_t LARGEST_TILE = 64;
-const int64_t GROUP = 8;     // rows that are multiplied together with
-const int64_t COLUMNS = 32;  // so many columns: of all shapes tried, none comes nearer to the peak in fp32
-
-template <class Number>
-using Word = typename Words<Number>::Word;
 
 // Whether numbers are words, so that scores and weights are operands as they lie.
 template <class Number>
@@ -26,10 +21,6 @@ inline int64_t words_of(int64_t numbers) {
   return numbers / Words<Number>::NUMBERS;
 }
 
-inline __mmask16 first_lanes(int64_t count) {
-  return count >= 16 ? (__mmask16)0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : (__mmask16)0;
-}
-
 // One head of a tensor (T, heads, H).
 template <class Number>
 struct Head {
@@ -38,23 +29,6 @@ struct Head {
   Head(const Number* tensor, int64_t position, int64_t head, int64_t heads, int64_t H)
       : numbers(tensor + (position * heads + head) * H), row(heads * H) {}
 };
-
-// Rows become columns: each stage swaps one binary digit of a row's number with that of a lane.
-inline void transpose(__m512i (&x)[16]) {
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#pragma GCC unroll 4
-  for (int digit = 1; digit < 16; digit *= 2) {
-    __mmask16 is_set = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(digit));
-    __m512i low = _mm512_mask_add_epi32(lane, is_set, lane, _mm512_set1_epi32(16 - digit));
-    __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(digit));
-    for (int i = 0; i < 16; i++)
-      if (!(i & digit)) {
-        __m512i first = x[i], second = x[i + digit];
-        x[i] = _mm512_permutex2var_epi32(first, low, second);
-        x[i + digit] = _mm512_permutex2var_epi32(first, high, second);
-      }
-  }
-}
 
 // For products over H: blocks of 16 keys; in a block, for each of `words`, that of every key. Keys lie `row` words
 // apart.

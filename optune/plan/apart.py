@@ -66,7 +66,7 @@ def answer() -> None:
 
     world_size, layout, values = pickle.loads(asked)
     others = nullcontext() if world_size == 1 else pretend(world_size)
-    with numbers_only(), others, distributed.start("cpu", **layout, use_memory=False) as processes:
+    with numbers_only(), others, distributed.start("cpu", **layout, computes=False) as processes:
         found = predict(**values, processes=processes, is_apart=True)
     with out:
         pickle.dump(found, out)
