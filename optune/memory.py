@@ -21,20 +21,41 @@ _STATE = torch.float32.itemsize
 """Bytes of a value in a master copy, or in a state that is wider than the parameter."""
 
 
+_sizes_apart: set[int] = set()
+_is_wanted = False
+
+
+def want() -> None:
+    """`begin` is to have an effect: this process trains. Takes no time; the library may still be compiled meanwhile."""
+    global _is_wanted
+    _is_wanted = True
+
+
+def begin() -> None:
+    """Uses the range where somebody wants it. Called before the first large tensors are made."""
+    if _is_wanted:
+        use()
+
+
 def use() -> bool:
     """From here on tensors of 64 KiB and more that this process makes on the CPU lie in the range. False where there is
     none."""
-    return _library() is not None
+    if (library := _library()) is None:
+        return False
+    for size in _sizes_apart:
+        library.keep_apart(ctypes.c_size_t(size))
+    return True
 
 
 def keep_apart(parameters: Iterable[Tensor]) -> None:
     """Tells which tensors live long: those of the sizes of `parameters`, as their gradients and the optimizer's state
-    are. Does nothing where the range is not used."""
-    if (library := _in_use()) is None:
-        return
+    are. For when the range is used, and as soon as it is."""
+    library = _in_use()
     for parameter in map(local_values, parameters):
-        for size in {parameter.nbytes, parameter.numel() * _STATE}:
-            library.keep_apart(ctypes.c_size_t(size))
+        for size in {parameter.nbytes, parameter.numel() * _STATE} - _sizes_apart:
+            _sizes_apart.add(size)
+            if library is not None:
+                library.keep_apart(ctypes.c_size_t(size))
 
 
 def touch_ahead(size: int) -> None:

@@ -155,6 +155,27 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+BEGINNING = """
+import torch
+from optune import memory
+MIB = 2**20
+memory.keep_apart([torch.empty(3 * MIB, dtype=torch.uint8)])
+memory.begin()
+assert memory.measure() == (0, 0), "nobody wants it"
+memory.want()
+assert memory.measure() == (0, 0)
+memory.begin()
+low, high = torch.empty(5 * MIB, dtype=torch.uint8), torch.empty(MIB, dtype=torch.uint8)
+del low
+parted = torch.empty(3 * MIB, dtype=torch.uint8)  # from above, as was told before
+assert 0 < high.data_ptr() - parted.data_ptr() < 4 * MIB and memory.measure()[0] < 7 * MIB
+"""
+
+
+def test_the_range_is_used_from_where_it_is_wanted_on_and_knows_what_was_told_before() -> None:
+    run(BEGINNING)
+
+
 def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     size = 2**26
     tensor = torch.ones(size, dtype=torch.uint8)

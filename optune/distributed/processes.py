@@ -163,7 +163,7 @@ def _computing(device: torch.device, computes: bool) -> AbstractContextManager[N
     """Beside a GPU, host memory is what drivers pin and copy from: torch's own."""
     if not computes or device.type != "cpu":
         return nullcontext()
-    memory.use()
+    memory.want()
     return products.native()
 
 
@@ -184,7 +184,7 @@ def start(
     - `shard`, `replicate`, `tensor`, `offload`: how the model is divided and where it lies, see `Layout`; `keep_whole`:
       why it cannot be divided. Offload is FSDP2's: one process then makes a group of its own.
     - `timeout_s`: how long a process waits for one that does not answer before it ends with an error.
-    - `computes`: whether more is done than planning. Tensors on a CPU lie in the range of `optune.memory` from here on,
+    - `computes`: whether more is done than planning. Large tensors on a CPU will lie in the range of `optune.memory`,
       and their products are made by `optune.products` in the context.
 
     Raises ConfigError where the device is not there, or where the layout does not fit the number of processes.

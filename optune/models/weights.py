@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optune import memory
 from optune.errors import ModelError
 from optune.models.decoder import Decoder, outline
 from optune.models.families import DecoderConfig, read_config
@@ -99,6 +100,7 @@ def fill(model: nn.Module, path: str | Path, *, device: torch.device | str) -> N
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ModelError(f"the folder holds another model:{listed}", where=str(inspection.folder))
+    memory.begin()
     is_bare = set(materialize(model, device))
     direct: list[tuple[StoredTensor, nn.Parameter]] = []
     for name, parameter in model.named_parameters():

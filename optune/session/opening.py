@@ -84,6 +84,7 @@ def start(
         for note in notes:
             checkpoint.say_on_stderr(note)  # and so to log.txt
         parameters = dict(model.named_parameters())
+        memory.begin()
         memory.give_back()  # What the start alone needed is nothing that training adds to.
         check = MemoryCheck(predict, model, optimizer, processes)
         if processes.world_size == 1 and processes.device.type == "cpu":
