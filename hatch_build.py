@@ -26,8 +26,10 @@ class KernelsHook(BuildHookInterface):
 
         is_editable = version == "editable"
         self.folder = Path(tempfile.mkdtemp(prefix="optune-kernels-"))
+        if not (levels := build.list_levels(here_alone=is_editable)):
+            return
         try:
-            build.build(self.folder, [build.find_level()] if is_editable else build.LEVELS)
+            build.build(self.folder, levels)
         except build.NoLibraryError as error:
             self.app.display_warning(f"without native kernels, which are compiled at the first start then: {error}")
             return

@@ -152,6 +152,17 @@ def test_an_editable_installation_has_the_kernels_of_its_machine_beside_their_so
     assert build.make_kernels()[0].parent == tmp_path / "built"
 
 
+def test_other_machines_get_a_wheel_without_kernels_and_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    app, data = App(), {"force_include": {}}
+    for system, machine in (("darwin", "x86_64"), ("linux", "aarch64")):
+        monkeypatch.setattr(sys, "platform", system)
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        making = hook(app)
+        making.initialize("standard", data)
+        making.finalize("standard", data, "")
+    assert data == {"force_include": {}} and not app.warnings
+
+
 def test_where_nothing_can_be_compiled_the_wheel_goes_without_kernels_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

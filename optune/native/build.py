@@ -104,6 +104,15 @@ def find_level() -> Level:
     return next((level for level in known if level.features <= features), Level(("-march=native",), features))
 
 
+def list_levels(*, here_alone: bool) -> Sequence[Level]:
+    """For which an installation brings kernels: for this machine alone, or for all of its kind. None for processors
+    whose levels nobody has written down, and where there are no kernels."""
+    if not sys.platform.startswith("linux"):
+        return ()
+    known = LEVELS if platform.machine() == "x86_64" else ()
+    return (find_level(),) if here_alone else known
+
+
 def build(folder: Path, levels: Sequence[Level]) -> None:
     """Compiles the kernels for an installation: into `folder`, whose content belongs in `BUILT`. Raises
     NoLibraryError."""
@@ -115,7 +124,8 @@ def build(folder: Path, levels: Sequence[Level]) -> None:
 
 
 def _name_built(level: Level) -> str:
-    return f"{_hash([*_read_sources(KERNELS), *FLAGS, *KERNEL_FLAGS, *level.flags, platform.machine()])}.so"
+    made_for = [*level.flags, *sorted(level.features), platform.machine()]
+    return f"{_hash([*_read_sources(KERNELS), *FLAGS, *KERNEL_FLAGS, *made_for])}.so"
 
 
 def make_memory() -> tuple[Path, str]:
