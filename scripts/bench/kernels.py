@@ -1,4 +1,4 @@
-"""A step, and what lies between its products, with the native kernels and without, alternating in one process.
+"""A step and its parts, with the native kernels and without, alternating in one process.
 
     python -m scripts.bench kernels models/SmolLM2-135M-Instruct
 
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from optune import kernels
+from optune import kernels, products
 from optune.loss import linear_cross_entropy_sum
 from optune.models import fused, rope
 from optune.models.attention import causal_attention
@@ -56,6 +57,8 @@ def operations(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     head = torch.nn.Linear(WIDTH, WORDS, bias=False, dtype=dtype)
     labels = torch.randint(0, WORDS, (ROWS * LENGTH,))
     return {
+        f"linear layer, {WIDTH} to {INNER}": both(F.linear, make_input(*hidden), make_input(INNER, WIDTH)),
+        f"linear layer, {INNER} to {WIDTH}": both(F.linear, make_input(*inner), make_input(WIDTH, INNER)),
         "RMSNorm": both(lambda x, w: fused.rms_norm(x, w, 1e-5), make_input(*hidden), make_input(WIDTH)),
         "SwiGLU": both(fused.swiglu, make_input(*inner), make_input(*inner)),
         "rotary embedding": both(lambda x: rope.rotate(x, *tables), make_input(ROWS, LENGTH, HEADS, HEAD_DIM)),
@@ -67,6 +70,7 @@ def operations(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     }
 
 
+@products.native()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)

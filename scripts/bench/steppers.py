@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from optune import models, optim, train
+from optune import models, optim, products, train
 from optune.loss import next_token_loss
 from optune.models.families import read_config
 from optune.types import Microbatch
@@ -120,6 +120,7 @@ def report(title: str, contestants: list[Contestant]) -> dict[str, Any]:
     return {"title": title, "variants": {c.name: {"times_s": c.times, "peak_mib": c.peak_mib} for c in contestants}}
 
 
+@products.native()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", help="a model folder; left out with --wide")

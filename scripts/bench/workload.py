@@ -55,12 +55,13 @@ class Workload:
 
     def step(self, microbatches: Sequence[Any]) -> float:
         """One step; its seconds."""
-        from optune import train
+        from optune import products, train
 
-        started = time.perf_counter()
-        train.train_step(self.model, self.loss, self.stepper, microbatches, seed=0, step=self.steps)
-        self.steps += 1
-        return time.perf_counter() - started
+        with products.native():  # as in a run
+            started = time.perf_counter()
+            train.train_step(self.model, self.loss, self.stepper, microbatches, seed=0, step=self.steps)
+            self.steps += 1
+            return time.perf_counter() - started
 
 
 def run_recipe(recipe: str, model: Path, overrides: Sequence[str], threads: int) -> None:
