@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from optune.native import NoLibraryError, make_kernels
+from optune.native import NoLibraryError, is_amd_without_tiles, make_kernels
 
 ROWS_OF_A_SUM = 64
 """As in kernels.cpp."""
@@ -111,11 +111,14 @@ def count_parts(rows: int) -> int:
 
 
 def describe() -> str | None:
-    """Which kernels a CPU uses, for a person and for a checkpoint's record: `native, g++ … 12.2.0` or `torch's (why)`.
-    None where nothing has asked for any."""
+    """Which kernels a CPU uses, for a person and for a checkpoint's record: `native, by g++ … 12.2.0`, with products
+    where those of a run are native too, or `torch's (why)`. None where nothing has asked for any."""
     if _library is None:
         return None
-    return f"torch's ({_library})" if isinstance(_library, NoLibraryError) else f"native, by {_made_by}"
+    if isinstance(_library, NoLibraryError):
+        return f"torch's ({_library})"
+    multiply = is_amd_without_tiles() and _kernels[torch.float32].has("multiply_matrices")
+    return f"native{', with products' if multiply else ''}, by {_made_by}"
 
 
 @contextmanager
