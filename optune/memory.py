@@ -49,8 +49,10 @@ def use() -> bool:
 
 def keep_apart(parameters: Iterable[Tensor]) -> None:
     """Tells which tensors live long: those of the sizes of `parameters`, as their gradients and the optimizer's state
-    are. For when the range is used, and as soon as it is."""
+    are. Does nothing where the range is neither used nor wanted."""
     library = _in_use()
+    if library is None and not _is_wanted:
+        return
     for parameter in map(local_values, parameters):
         for size in {parameter.nbytes, parameter.numel() * _STATE} - _sizes_apart:
             _sizes_apart.add(size)

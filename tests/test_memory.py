@@ -159,10 +159,10 @@ BEGINNING = """
 import torch
 from optune import memory
 MIB = 2**20
-memory.keep_apart([torch.empty(3 * MIB, dtype=torch.uint8)])
 memory.begin()
 assert memory.measure() == (0, 0), "nobody wants it"
 memory.want()
+memory.keep_apart([torch.empty(3 * MIB, dtype=torch.uint8)])
 assert memory.measure() == (0, 0)
 memory.begin()
 low, high = torch.empty(5 * MIB, dtype=torch.uint8), torch.empty(MIB, dtype=torch.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ class Recipe:
     make_batches: Callable[..., Any] | None = None
 
 
-def load_recipe(reference: str, *, allow_targets: Sequence[str] = ()) -> Recipe:
-    """The recipe behind a shipped name or the path of a `.py` file; `allow_targets` are packages whose code may run.
+def load_recipe(reference: str, *, runs_alone: bool = False) -> Recipe:
+    """The recipe behind a shipped name or the path of a `.py` file. `runs_alone`: it will train, and no other code than
+    ours with it; a shipped one then imports torch without what training does not need.
 
     Raises ConfigError where there is none, where its code cannot be read (file and line), or where it lacks `Config`
     or `main`.
@@ -38,7 +39,7 @@ def load_recipe(reference: str, *, allow_targets: Sequence[str] = ()) -> Recipe:
     path = find_recipe(reference)
     # To look through what torch's import makes, again and again, takes a tenth of it, and later a third of a second.
     with uncollected(stays="torch" not in sys.modules):
-        if not reference.endswith(".py") and not allow_targets:  # None but our code will run.
+        if runs_alone and not reference.endswith(".py"):
             idle_modules.leave_out_rules()
         module = _import_file(path)
     schema, main = getattr(module, "Config", None), getattr(module, "main", None)

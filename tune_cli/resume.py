@@ -36,7 +36,7 @@ def run(words: list[str]) -> int:
     folder = Path(others[0]).expanduser()
     config = find_saved_config(folder)
     start_making_kernels(config, others[1:])
-    recipe = load_recipe(options.recipe or read_recipe_name(config), allow_targets=options.allow_target)
+    recipe = load_recipe(options.recipe or read_recipe_name(config), runs_alone=not options.allow_target)
     resumed = [write_override("output_dir", str(folder), is_path=True)]
     origin, allowed_before = read_resumed(config)
     if origin is None or any((folder / "checkpoints").glob("step-*")):

@@ -48,7 +48,7 @@ def run(words: list[str]) -> int:
     launch_words, rest = split_launch_options(words, parser)
     options, others = parser.split(rest)
     start_making_kernels(options.config, others)
-    request = read_request(parser, options, others)
+    request = read_request(parser, options, others, trains=True)
     if options.multirun:
         from tune_cli.multirun import run_grid
 
@@ -125,14 +125,14 @@ def add_allow_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_request(parser: Parser, options: argparse.Namespace, others: list[str]) -> Request:
-    """RECIPE, --config and overrides of a command line."""
+def read_request(parser: Parser, options: argparse.Namespace, others: list[str], *, trains: bool = False) -> Request:
+    """RECIPE, --config and overrides of a command line; `trains`: of one that trains."""
     if not others or "=" in others[0]:
         parser.error("RECIPE is missing")
     if options.config is None:
         parser.error("--config is missing")
     config = find_config(options.config)
-    recipe = load_recipe(others[0], allow_targets=options.allow_target)
+    recipe = load_recipe(others[0], runs_alone=trains and not options.allow_target)
     return Request(recipe, config, others[1:], options.allow_target)
 
 
