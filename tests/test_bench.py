@@ -77,11 +77,14 @@ tried = torch.nn.Parameter(torch.zeros(128, 128)); tried.grad = torch.ones(128, 
 for _ in range(3):
     torch.optim.SGD([tried], lr=1.0).step()
 held = torch.ones(64 * 2**18)  # 64 MiB
-parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (90000, 500, 80000)]
-optimizers = [torch.optim.AdamW([each], fused=True) for each in parameters]  # as torchtune steps in backward
+own = [[torch.nn.Parameter(torch.zeros(size))] for size in (90000, 500, 80000)]  # as torchtune steps in backward
+adapters = [[torch.nn.Parameter(torch.zeros(8, 576)) for _ in range(20)]]
+parameters = own if OWN else adapters
+optimizers = [torch.optim.AdamW(group, fused=True) for group in parameters]
 for step in range(9):
-    for each, optimizer in zip(parameters, optimizers):
-        each.grad = torch.ones_like(each)
+    for group, optimizer in zip(parameters, optimizers):
+        for each in group:
+            each.grad = torch.ones_like(each)
         optimizer.step()
     print("step", step, flush=True)
 raise SystemExit("not reached")
@@ -89,9 +92,12 @@ raise SystemExit("not reached")
 
 
 @pytest.mark.slow
-def test_steps_of_an_unmodified_tool_are_timed_from_its_start_and_it_ends_after_the_last_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["an optimizer a parameter", "adapters"])
+def test_steps_of_an_unmodified_tool_are_timed_from_its_start_and_it_ends_after_the_last_one(
+    own: bool, tmp_path: Path
+) -> None:
     tool = tmp_path / "tool.py"
-    tool.write_text(TOOL)
+    tool.write_text(TOOL.replace("OWN", str(own)))
     cores = sorted(os.sched_getaffinity(0))[:1]
     found = tool_run.run_tool([sys.executable, str(tool)], tmp_path, tmp_path / "caches", 4, cores=cores, timeout_s=300)
     assert len(found["steps_s"]) == 3

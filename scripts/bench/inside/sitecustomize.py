@@ -21,8 +21,8 @@ from typing import Any
 
 WATCHED = "torch.optim.optimizer"
 TRIAL_SIZE = 2**15
-"""Values of the largest parameter; an optimizer that has none larger is one that a tool tries out on stand-ins, or the
-own one of a norm's weight, which the others of the step make up for."""
+"""Values of all its parameters; an optimizer that has no more is one that a tool tries out on stand-ins, or the own one
+of a norm's weight, which the others of the step make up for."""
 
 
 def largest_resident_mib() -> float:
@@ -45,7 +45,7 @@ class Recorder:
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         now, processor_s = time.monotonic(), sum(os.times()[:4])
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if max((parameter.numel() for parameter in parameters), default=0) <= TRIAL_SIZE:
+        if sum(parameter.numel() for parameter in parameters) <= TRIAL_SIZE:
             return
         if any(id(parameter) in self.stepped for parameter in parameters):
             self.end_step(
