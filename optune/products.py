@@ -4,7 +4,7 @@ a loss, whatever runs.
 It takes the place of torch's own in the dispatcher, so nobody has to know of it, and whatever stands above (autograd,
 checkpointing, tensors that are divided) works as ever. Each number is one chain of fused multiply-adds, in the order of
 k: it depends neither on the rows beside it nor on the number of threads. AMD's processors with AVX-512 have it, whose
-fp32 and bf16 products it makes 1.05 to 1.2 times as fast (docs/benchmarks.md).
+fp32 and bf16 products it makes up to 1.2 times as fast (docs/benchmarks.md).
 """
 
 from __future__ import annotations
