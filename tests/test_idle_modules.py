@@ -15,6 +15,14 @@ from optune import kernels
 ROOT = Path(__file__).resolve().parent.parent
 LOADED = "torch._dynamo.convert_frame"
 
+
+def run(*words: str) -> str:
+    """What a Python of its own says on stderr; it ends well."""
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stderr
+
+
 PROGRAM = f"""
 import sys, warnings
 from pathlib import Path
@@ -59,12 +67,7 @@ assert len(seen) == 1
 
 @pytest.mark.slow
 def test_training_imports_no_compiler_and_has_the_same_weights_as_with_one(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = re.sub(r"\s+", " ", done.stderr)
+    said = re.sub(r"\s+", " ", run("-W", "error", "-c", PROGRAM, str(tmp_path)))
     assert said.count(f"compile {kernels.NOTHING_TO_COMPILE}") == int(kernels.is_ready())
 
 
@@ -87,8 +90,7 @@ outer = torch.compile(lambda x: inner(x * 2) * 3, backend=lambda graph, inputs: 
 assert outer(torch.ones(2)).tolist() == [9, 9]
 assert calls == [False, False] and len(graphs) == 2, (calls, len(graphs))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run("-c", program)
 
 
 RULES_PROGRAM = """
@@ -176,11 +178,7 @@ assert torch._meta_registrations is before, "torch is there already"
 
 @pytest.mark.slow
 def test_the_rules_of_shapes_come_when_somebody_needs_them_and_training_does_not(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", RULES_PROGRAM, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
+    run("-W", "error", "-c", RULES_PROGRAM, str(tmp_path))
 
 
 def test_a_torch_that_cannot_be_imported_is_told_as_ever(tmp_path: Path) -> None:

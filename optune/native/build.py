@@ -94,7 +94,7 @@ def make_kernels(*, anew: bool = False) -> tuple[Path, str]:
     if built.exists() and not anew and not os.environ.get("CXX"):
         return built, (BUILT / BUILT_BY).read_text()
     # Without a runtime of OpenMP: that of torch serves, whose threads are there already.
-    return _make(KERNELS, [*KERNEL_FLAGS, *level.flags], [], " ".join(sorted(level.features)))
+    return _make(KERNELS, _flags_for(level), [], " ".join(sorted(level.features)))
 
 
 def find_level() -> Level:
@@ -117,27 +117,31 @@ def build(folder: Path, levels: Sequence[Level]) -> None:
     """Compiles the kernels for an installation: into `folder`, whose content belongs in `BUILT`. Raises
     NoLibraryError."""
     compiler = _find_compiler()
-    version = _run([*compiler, "--version"]).partition("\n")[0]
+    version = _ask_version(compiler)
     for level in levels:
-        _compile(compiler, [*FLAGS, *KERNEL_FLAGS, *level.flags], KERNELS, [], folder / _name_built(level))
+        _compile(compiler, _flags_for(level), KERNELS, [], folder / _name_built(level))
     (folder / BUILT_BY).write_text(version)
 
 
+def _flags_for(level: Level) -> list[str]:
+    return [*FLAGS, *KERNEL_FLAGS, *level.flags]
+
+
 def _name_built(level: Level) -> str:
-    made_for = [*level.flags, *sorted(level.features), platform.machine()]
-    return f"{_hash([*_read_sources(KERNELS), *FLAGS, *KERNEL_FLAGS, *made_for])}.so"
+    made_for = [*sorted(level.features), platform.machine()]
+    return f"{_hash([*_read_sources(KERNELS), *_flags_for(level), *made_for])}.so"
 
 
 def make_memory() -> tuple[Path, str]:
     """The path of the compiled allocator, which torch can be given, and the compiler's name and version. Raises
     NoLibraryError."""
-    torch = importlib.util.find_spec("torch")
     _check_allowed(MEMORY_SWITCH)
+    torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations if torch is not None else None
     if not folders:
         raise NoLibraryError("torch is not installed in a folder")
     folder = Path(folders[0])
-    flags = [*MEMORY_FLAGS, f"-I{folder / 'include'}"]
+    flags = [*FLAGS, *MEMORY_FLAGS, f"-I{folder / 'include'}"]
     return _make(MEMORY, flags, [f"-L{folder / 'lib'}", "-lc10"], (folder / "version.py").read_text())
 
 
@@ -148,11 +152,9 @@ def _check_allowed(switch: str) -> None:
         raise NoLibraryError(f"they are not built on {platform.system()}")
 
 
-def _make(sources: Sequence[str], own_flags: list[str], link: list[str], depends_on: str) -> tuple[Path, str]:
+def _make(sources: Sequence[str], flags: list[str], link: list[str], depends_on: str) -> tuple[Path, str]:
     compiler = _find_compiler()
-    with _asking:  # both libraries may be made at the same time
-        version = _version_of(tuple(compiler), Path(compiler[0]).stat().st_mtime_ns)
-    flags = [*FLAGS, *own_flags]
+    version = _ask_version(compiler)
     name = _hash([*_read_sources(sources), *flags, *link, *compiler, version, platform.machine(), depends_on])
     folder = _cache_folder()
     path = folder / f"{name}.so"
@@ -183,6 +185,11 @@ def _find_compiler() -> list[str]:
         if found := shutil.which(words[0]):
             return [found, *words[1:]]
     raise NoLibraryError(f"no C++ compiler: {f'CXX={wanted}' if wanted else ', '.join(COMPILERS)} not found")
+
+
+def _ask_version(compiler: list[str]) -> str:
+    with _asking:  # both libraries may be made at the same time
+        return _version_of(tuple(compiler), Path(compiler[0]).stat().st_mtime_ns)
 
 
 @cache
